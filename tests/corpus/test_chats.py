@@ -17,6 +17,7 @@ from etude.errors import UserError
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.schemas import SCHEMAS
 from tests.helpers.folders import big_tokenizer
+from tests.helpers.rows import chat_rows
 from tests.helpers.speakers import TEMPLATE, write_model
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path": "a.py"}'}}
@@ -97,7 +98,7 @@ ROWS: list[tuple[object, str | None]] = [
 def test_every_row_that_cannot_be_used_is_named(renderer: Renderer, tmp_path: Path) -> None:
     lines = [row if isinstance(row, str) else json.dumps(row) for row, _ in ROWS]
     (tmp_path / "some.jsonl").write_text("\n".join(lines) + "\n\n")
-    found = list(chats.chat_rows([tmp_path], lambda: renderer))
+    found = list(chat_rows([tmp_path], lambda: renderer))
     assert [row.name for row in found] == [f"some.jsonl:{i}" for i in range(1, len(ROWS) + 1)]
     for row, (given, why) in zip(found, ROWS, strict=True):
         assert isinstance(row, chats.LearnedRow) == (why is None), (given, row)
@@ -105,14 +106,14 @@ def test_every_row_that_cannot_be_used_is_named(renderer: Renderer, tmp_path: Pa
             assert why is not None
             assert why in row.why, given
     with pytest.raises(UserError, match="neither a file nor a folder"):
-        list(chats.chat_rows([tmp_path / "none"], lambda: renderer))
+        list(chat_rows([tmp_path / "none"], lambda: renderer))
 
 
 def test_a_row_with_a_secret_is_refused(renderer: Renderer, tmp_path: Path) -> None:
     token = "ghp_" + "aB3dE5gH7" * 4
     rows = [{"messages": [{"role": "user", "content": f"Use {text}"}, MESSAGES[6]]} for text in ("it", token)]
     (tmp_path / "some.jsonl").write_text("\n".join(json.dumps(row) for row in rows).replace("gh", "\\u0067h"))
-    first, second = chats.chat_rows([tmp_path], lambda: renderer)
+    first, second = chat_rows([tmp_path], lambda: renderer)
     assert isinstance(first, chats.LearnedRow)
     assert second == chats.RefusedRow("some.jsonl:2", "it holds a likely secret (github-pat)")
 
@@ -137,7 +138,7 @@ TRAJECTORY: dict[str, Any] = {
 
 def test_trajectories_of_other_agents_are_conversations(renderer: Renderer, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps(TRAJECTORY))
-    [row] = chats.chat_rows([tmp_path / "t.json"], lambda: renderer)
+    [row] = chat_rows([tmp_path / "t.json"], lambda: renderer)
     assert isinstance(row, chats.LearnedRow)
     found = spans(*row.tokens, renderer)
     assert [text for learned, text in found if learned] == [
@@ -148,7 +149,7 @@ def test_trajectories_of_other_agents_are_conversations(renderer: Renderer, tmp_
     assert "<|im_start|>user\nand?<|im_end|>" in found[4][1]
     low, high = ({**TRAJECTORY, "extra": {"reward": reward}} for reward in (0.2, 0.7))
     (tmp_path / "some.jsonl").write_text("\n".join(json.dumps(one) for one in (low, high, TRAJECTORY)))
-    some = list(chats.chat_rows([tmp_path / "some.jsonl"], lambda: renderer, min_reward=0.5))
+    some = list(chat_rows([tmp_path / "some.jsonl"], lambda: renderer, min_reward=0.5))
     assert [isinstance(one, chats.LearnedRow) for one in some] == [False, True, False]
 
 

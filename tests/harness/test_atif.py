@@ -15,6 +15,7 @@ from etude.records import Episode, Outcome, StopReason, decode, encode
 from etude.renderers import Renderer
 from tests.harness.test_loop import edit, play
 from tests.harness.test_summaries import Agent, a_search, chain, long_box, notes
+from tests.helpers.rows import chat_rows
 from tests.helpers.speakers import Scripted, Speaker, a_task
 
 AGENT = {"name": "etude", "version": "0"}
@@ -96,7 +97,7 @@ def test_an_exported_chain_is_learned_in_the_tokens_that_were_played(
     agent = Agent(renderer, turns, notes(speaker, 99))
     draft = play(renderer, agent, box=long_box(), sampling=chain(renderer, speaker))
     (tmp_path / "episode.json").write_text(json.dumps(written(draft, renderer)))
-    rows = list(chats.chat_rows([tmp_path], lambda: renderer))
+    rows = list(chat_rows([tmp_path], lambda: renderer))
     assert len(rows) == len(draft.segments) > 1
     for row, segment in zip(rows, draft.segments, strict=True):
         assert isinstance(row, chats.LearnedRow)
@@ -105,7 +106,7 @@ def test_an_exported_chain_is_learned_in_the_tokens_that_were_played(
         assert mask == [int(any(a <= at < b for a, b in segment.spans())) for at in range(len(ids))]
         assert mask[-1] == 1
     other = request.getfixturevalue({"compact": "hermes", "hermes": "compact"}[dialect])
-    [refused] = chats.chat_rows([tmp_path], lambda: other)
+    [refused] = chat_rows([tmp_path], lambda: other)
     assert isinstance(refused, chats.RefusedRow)
     assert "another tokenizer or chat template" in refused.why
 

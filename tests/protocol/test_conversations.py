@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from etude.corpus import RefusedRow, chat_rows, encode_chat
+from etude.corpus import RefusedRow, encode_chat
 from etude.corpus.chats import chat_of
 from etude.harness.endpoint.recording import Recording
 from etude.harness.loop import EngineModel, EpisodeSpec, Sampling
@@ -33,6 +33,7 @@ from etude.protocol.apis import RequestRefused, anthropic, arranged, as_refusal,
 from etude.protocol.backends.chat_model import FORMATS, ChatModel, Conversation
 from etude.records import Budget
 from etude.renderers import Renderer, renderer_for
+from tests.helpers.rows import chat_rows
 from tests.helpers.speakers import Scripted, a_task
 from tests.renderers.families import FAMILIES
 

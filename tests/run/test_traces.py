@@ -14,6 +14,7 @@ from etude.renderers import renderer_for
 from etude.rollout.traces import gold_edit
 from etude.run.traces import write_traces
 from etude.tasks.dataset import load_dataset
+from tests.helpers.rows import chat_rows
 from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
 
 TINY = Path(__file__).parents[1] / "tasks/data/tiny"
@@ -90,7 +91,7 @@ def test_the_agent_reads_the_lines_that_it_needs(rows: list[dict]) -> None:
 def test_a_trace_is_learned_in_the_dialect_of_the_model(rows: list[dict], tmp_path: Path) -> None:
     renderer = renderer_for(write_model(tmp_path / "model", hermes_tokenizer(), TEMPLATE))
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    for found, row in zip(chats.chat_rows([tmp_path / "rows.jsonl"], lambda: renderer), rows, strict=True):
+    for found, row in zip(chat_rows([tmp_path / "rows.jsonl"], lambda: renderer), rows, strict=True):
         assert isinstance(found, chats.LearnedRow), found
         ids, mask = found.tokens
         learned = renderer.text([int(i) for i, m in zip(ids, mask, strict=True) if m])

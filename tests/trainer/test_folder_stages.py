@@ -204,9 +204,14 @@ def test_a_resumed_run_of_a_folder_equals_a_whole_one_bit_for_bit(tmp_path: Path
     pretrain.sft(setting, second, stop_after=3)
     with (second / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss/token": 1.0}\n{"step": 5, "lo')  # killed here
-    (tmp_path / "chats.jsonl").write_text("{}")  # the rows are those of the beginning
     with pytest.raises(UserError, match="differs from that of"):
         pretrain.sft(setting.model_copy(update={"seed": 1}), second, resume=True)
+    chats = tmp_path / "chats.jsonl"
+    rows = chats.read_text()
+    chats.write_text(rows.replace("Question 7?", "Question 9?"))
+    with pytest.raises(UserError, match=r"chats\.jsonl has changed since the run began"):
+        pretrain.sft(setting, second, resume=True)
+    chats.write_text(rows)  # at another time, but the same bytes
     pretrain.sft(setting, second, resume=True)
     of_models = [load_file(output / "checkpoint/model.safetensors") for output in (tmp_path / "whole", second)]
     for one, two in ([state_of(tmp_path / "whole"), state_of(second)], of_models):

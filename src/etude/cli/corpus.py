@@ -1,12 +1,12 @@
 """`etude corpus`: makes documents to train on of own code, packages and replay data (`build`), and conversations of
-agents' sessions and pull requests (`corpus_rows.py`)."""
+agents' sessions and pull requests (`corpus_rows.py`); names the documents that a step was trained on (`trace`)."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from etude.cli import corpus_rows
+from etude.cli import corpus_rows, corpus_trace
 from etude.cli.flags import add_flags, from_flags
 from etude.config import DocumentBuildConfig
 
@@ -34,6 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_flags(build, DocumentBuildConfig)
     corpus_rows.add_sessions(actions)
     corpus_rows.add_pull_requests(actions)
+    corpus_trace.add_to(actions)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> None:
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace, _: list[str]) -> None:
             corpus_rows.run_sessions(arguments)
         case "pull-requests":
             corpus_rows.run_pull_requests(arguments)
+        case "trace":
+            corpus_trace.trace(arguments)
         case _:
             _build(arguments)
 

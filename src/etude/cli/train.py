@@ -213,6 +213,17 @@ def _check_models(config: Any) -> None:
             print(f"no preflight: this installation has no {e.name}", file=sys.stderr)
 
 
+def _print_data(config: Any) -> None:
+    """The sources of a stage's data and the tokens of the run, on stderr. Raises UserError for data that cannot be
+    trained on."""
+    if getattr(config, "data", None) is None or config.stage == "apply":
+        return
+    from etude.trainer.finetune import data
+
+    for line in data.described(data.estimates(data.StreamData.of(config, 0)), config.trainer.tokens):
+        print(line, file=sys.stderr)
+
+
 def _print_memory(config: RLConfig, fleet: FleetConfig | None) -> None:
     """The engine of the run and the memory table, on stderr. Raises UserError for a run that does not fit its devices.
     What the engine lacks is told: another machine may have it."""
@@ -259,7 +270,8 @@ def _finetune(
     output = folder or OUTPUTS / config.name
     if arguments.dry_run:
         print(config.model_dump_json(indent=2), flush=True)
-        return _check_models(config)
+        _check_models(config)
+        return _print_data(config)
     arguments.interrupted = f"`etude train --resume {output}` continues the run"
     mesh, rank = config.trainer.mesh, own_rank()
     if mesh.ranks > 1 and rank is None:

@@ -4,7 +4,16 @@ The room imports `edits`, `code` and the foundations, never torch. `build` makes
 packages, `edits.build` tables of applied edits; `dialect` is that of the nano model.
 """
 
-from etude.corpus.chats import Chat, LearnedRow, RefusedRow, chat_files, chat_rows, encode_chat
+from etude.corpus.chats import (
+    Chat,
+    LearnedRow,
+    RefusedRow,
+    RowEncoders,
+    chat_files,
+    encode_chat,
+    is_corpus,
+    middle_of,
+)
 from etude.corpus.dedup import bands_of
 from etude.corpus.dialect import SPECIAL_IDS, SPECIALS, TextPiece, special_piece
 from etude.corpus.filters import FunctionText
@@ -20,4 +29,4 @@ from etude.corpus.retrieval import (
 )
 from etude.corpus.sources import fetch_source
 
-PUBLIC = ("", "build", "dialect", "documents", "edits", "sessions", "vocabulary")
+PUBLIC = ("", "build", "dialect", "documents", "edits", "sessions", "streams", "vocabulary", "windows")

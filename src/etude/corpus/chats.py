@@ -7,6 +7,7 @@ samples it. The tokens of the assistant are learned: text, thoughts, calls, the 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}], "tools": [...]}   a line of a .jsonl
     {"schema_version": "ATIF-v1.8", "steps": [...]}                               a .json file, or a line of a .jsonl
     {"text": "..."}                                                  a line of a .jsonl, for mid-training: plain text
+    {"prefix": "...", "suffix": "...", "middle": "..."}              the same, for fill-in-the-middle
 
 `"weight": 0` in an assistant's message leaves the message unlearned, as in OpenAI's format. A row that cannot be used
 or holds a likely secret is returned as a `RefusedRow` with the reason; no row is dropped or cut.
@@ -16,8 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,14 @@ class Chat:
 
 @dataclass(frozen=True)
 class LearnedRow:
-    """A row to learn from: token ids and mask."""
+    """A row to learn from: token ids and mask. `id` and `source` are those that the row names, if it does. A `whole`
+    row may not be cut, in mid-training either."""
 
     name: str
     tokens: Encoded
+    id: str = ""
+    source: str = ""
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,31 +84,40 @@ def encode_chat(chat: Chat, renderer: Renderer) -> Encoded:
     return np.array(ids, dtype=np.uint32), mask
 
 
-def chat_rows(
-    paths: Sequence[Path],
-    renderer: Callable[[], Renderer],
-    *,
-    text: Callable[[str], Encoded] | None = None,
-    min_reward: float | None = None,
-) -> Iterator[Row]:
-    """Every row of files and folders (.json and .jsonl below them, by name). Rows of plain text are encoded by `text`,
-    or refused. Trajectories with a reward below `min_reward`, or without a reward, are refused. Raises UserError for a
-    path without files, and any UserError of `renderer`."""
-    for path in chain.from_iterable(map(chat_files, paths)):
-        for name, source in _sources(path):
-            try:
-                row = json.loads(source)
-            except (ValueError, RecursionError) as e:
-                yield RefusedRow(name, f"not JSON: {e}")
-                continue
-            if (rule := _secret(source, row)) is not None:
-                yield RefusedRow(name, f"it holds a likely secret ({rule})")
-                continue
-            try:
-                with as_refusal():
-                    yield from _rows_of(name, row, renderer, text, min_reward)
-            except RequestRefused as e:
-                yield RefusedRow(name, str(e))
+@dataclass(frozen=True)
+class RowEncoders:
+    """The encoders of rows: conversations by the renderer; text, and the parts of fill-in-the-middle (prefix,
+    suffix, middle), in mid-training alone. Trajectories with a reward below `min_reward`, or without a reward, are
+    refused."""
+
+    renderer: Callable[[], Renderer]
+    text: Callable[[str], Encoded] | None = None
+    middle: Callable[[str, str, str], LearnedRow] | None = None
+    min_reward: float | None = None
+
+
+def read_row(name: str, source: str | bytes, encoders: RowEncoders) -> Iterator[Row]:
+    """The rows of one JSON text, several of a trajectory. Raises any UserError of the encoders."""
+    try:
+        row = json.loads(source)
+    except (ValueError, RecursionError) as e:
+        yield RefusedRow(name, f"not JSON: {e}")
+        return
+    if (rule := _secret(source, row)) is not None:
+        yield RefusedRow(name, f"it holds a likely secret ({rule})")
+        return
+    try:
+        with as_refusal():
+            names = {key: value for key in ("id", "source") if isinstance(row, dict) and (value := _named(row, key))}
+            for one in _rows_of(name, row, encoders):
+                yield replace(one, **names) if isinstance(one, LearnedRow) else one
+    except RequestRefused as e:
+        yield RefusedRow(name, str(e))
+
+
+def _named(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    return value if isinstance(value, str) else ""
 
 
 def _secret(source: str | bytes, row: Any) -> str | None:
@@ -119,9 +132,17 @@ def _secret(source: str | bytes, row: Any) -> str | None:
     return secret_in(b"\n".join(texts))
 
 
-def chat_files(path: Path) -> list[Path]:
-    """The file, or the .json and .jsonl files below a folder, sorted. Raises UserError if there is none."""
-    if path.is_dir():
+def is_corpus(path: Path) -> bool:
+    """Whether the path is a corpus folder, with the parts train and held_out."""
+    return (path / "corpus.json").is_file()
+
+
+def chat_files(path: Path, part: str = "train") -> list[Path]:
+    """The file, or the .json and .jsonl files below a folder, sorted; of a corpus folder those of a part. Raises
+    UserError if there is none."""
+    if is_corpus(path):
+        files = sorted((path / part).rglob("*.jsonl"))
+    elif path.is_dir():
         files = sorted(file for kind in ("*.json", "*.jsonl") for file in path.rglob(kind))
     else:
         files = [path] if path.is_file() else []
@@ -130,35 +151,30 @@ def chat_files(path: Path) -> list[Path]:
     return files
 
 
-def _sources(path: Path) -> Iterator[tuple[str, str | bytes]]:
-    """Name and JSON of every row of a file: lines of a .jsonl, otherwise all of it."""
-    if path.suffix != ".jsonl":
-        yield path.name, path.read_bytes()
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield f"{path.name}:{number}", line
-
-
-def _rows_of(
-    name: str,
-    row: Any,
-    renderer: Callable[[], Renderer],
-    text: Callable[[str], Encoded] | None,
-    min_reward: float | None,
-) -> Iterator[Row]:
+def _rows_of(name: str, row: Any, encoders: RowEncoders) -> Iterator[Row]:
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     if "steps" in row:
-        yield from _trajectory(name, row, renderer(), min_reward)
+        yield from _trajectory(name, row, encoders.renderer(), encoders.min_reward)
     elif "messages" in row:
-        yield LearnedRow(name, encode_chat(chat_of(name, row), renderer()))
-    elif text is not None and isinstance(row.get("text"), str):
-        yield LearnedRow(name, text(row["text"]))
+        yield LearnedRow(name, encode_chat(chat_of(name, row), encoders.renderer()))
+    elif encoders.text is not None and isinstance(row.get("text"), str):
+        yield LearnedRow(name, encoders.text(row["text"]))
+    elif encoders.middle is not None and (parts := middle_of(row)) is not None:
+        yield replace(encoders.middle(*parts), name=name)
     else:
         known = "`messages` (OpenAI's format) or `steps` (ATIF)"
-        raise ValueError(f"a row has {known}{' or `text`' if text else ''}, this one {', '.join(map(str, row)) or '-'}")
+        known += " or `text`" if encoders.text else ""
+        known += " or `prefix`, `suffix` and `middle`" if encoders.middle else ""
+        raise ValueError(f"a row has {known}, this one {', '.join(map(str, row)) or '-'}")
+
+
+def middle_of(row: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Prefix, suffix and middle of a row for fill-in-the-middle; None for another row."""
+    prefix, suffix, middle = map(row.get, ("prefix", "suffix", "middle"))
+    if isinstance(prefix, str) and isinstance(suffix, str) and isinstance(middle, str):
+        return prefix, suffix, middle
+    return None
 
 
 def chat_of(name: str, row: Mapping[str, Any]) -> Chat:

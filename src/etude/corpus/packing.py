@@ -31,21 +31,35 @@ class Rows:
         return int(self.mask.sum())
 
 
+Piece = tuple[int, int, int]
+"""A document's number, its first token in a row and the number of its tokens there, the separator included."""
+
+
 def pack_rows(
     documents: Sequence[Encoded], length: int, *, pad: int, separator: int | None, label_separator: bool = False
 ) -> Rows:
-    """Pack documents into rows of `length` tokens. The separator, if there is one, follows each document where the row
-    has room. The longest document goes first, into the fullest row with room for it. A document longer than a row is
-    cut into rows. The rows are in order of the length of their first document; shuffle them before training. Raises
-    ValueError without documents."""
+    """The rows of `pack_pieces`."""
+    return pack_pieces(documents, length, pad=pad, separator=separator, label_separator=label_separator)[0]
+
+
+def pack_pieces(
+    documents: Sequence[Encoded], length: int, *, pad: int, separator: int | None, label_separator: bool = False
+) -> tuple[Rows, list[list[Piece]]]:
+    """Pack documents into rows of `length` tokens; also the pieces of each row, in order. The separator, if there is
+    one, follows each document where the row has room. The longest document goes first, into the fullest row with room
+    for it. A document longer than a row is cut into rows. The rows are in order of the length of their first document;
+    shuffle them before training. Raises ValueError without documents."""
     if not documents:
         raise ValueError("there are no documents to pack")
     cut: list[Encoded] = []
-    for ids, mask in documents:
+    pieces: list[Piece] = []
+    for number, (ids, mask) in enumerate(documents):
         end_ids, end_mask = ids, mask
         if separator is not None and len(ids) != length:  # else it fits without its separator
             end_ids, end_mask = np.append(ids, separator), np.append(mask, int(label_separator))
-        cut += [(end_ids[i : i + length], end_mask[i : i + length]) for i in range(0, len(end_ids), length)]
+        for first in range(0, len(end_ids), length):
+            cut.append((end_ids[first : first + length], end_mask[first : first + length]))
+            pieces.append((number, first, len(cut[-1][0])))
     rows = best_fit([len(ids) for ids, _ in cut], length)
     ids_RT = np.full((len(rows), length), pad, dtype=np.uint32)
     mask_RT, starts_RT = np.zeros((len(rows), length), dtype=np.uint8), np.zeros((len(rows), length), dtype=np.uint8)
@@ -58,7 +72,7 @@ def pack_rows(
             starts_RT[row, at] = 1
             at += len(ids)
         starts_RT[row, at : at + 1] = 2
-    return Rows(ids_RT, mask_RT, starts_RT)
+    return Rows(ids_RT, mask_RT, starts_RT), [[pieces[index] for index in members] for members in rows]
 
 
 def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:

@@ -7,7 +7,9 @@ inference: episodes come to it through the store and the ledger, and weights lea
 PUBLIC = (
     "finetune.applied_edits",
     "finetune.config",
+    "finetune.data",
     "finetune.pretrain",
+    "finetune.provenance",
     "rl.advantages",
     "rl.batch",
     "rl.memory_table",

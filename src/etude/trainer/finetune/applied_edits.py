@@ -25,7 +25,7 @@ from etude.edits import Example, edit_prompt, load_examples
 from etude.errors import UserError
 from etude.models.head import head_of
 from etude.renderers import Renderer, renderer_for
-from etude.trainer.finetune import distillation, folder, packed, pretrain, rename_augmentation
+from etude.trainer.finetune import distillation, folder, foreign_rows, packed, pretrain, rename_augmentation
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
 from etude.trainer.finetune.training_loop import Show, StageRun
 from etude.trainer.sharding import reshard, within, world_of
@@ -60,7 +60,7 @@ def finetune(
             raise UserError(f"model.vocab_size = {source.vocab_size}, and {folders[0]} has {size}: use the latter")
         compute = distillation.loss_function(model, teacher, config.distill.share)
     renderer = renderer_for(folders[0], tools=False)
-    words = pretrain.vocabulary_of(folders[0], folder.pad_of(model), lambda: renderer)
+    words = foreign_rows.vocabulary_of(folders[0], folder.pad_of(model), lambda: renderer)
     pretrain.prepare(output, config, resume, world)
     rows, _ = pretrain.rows_once(output, lambda: (rows_of(train, renderer, words, config), None), world)
     tests = measured(held_out, renderer, config.measured, optim.length, config.seed)

@@ -141,7 +141,7 @@ class OptimConfig(Section):
     runs on max(tokens / `tokens`, elapsed / `minutes`), so a run ends on time with a decayed learning rate on a machine
     of any speed. Without `minutes` it depends on tokens alone and the run is reproducible."""
 
-    tokens: int | None = option(None, "padding included; default: all of data.files, or 10 million of a corpus", gt=0)
+    tokens: int | None = option(None, "padding included; default: all of the data, or 10 million of a corpus", gt=0)
     minutes: float | None = option(None, "the learning rate has decayed by then", gt=0)
     batch: int = option(12, "rows of an optimizer step", gt=0)
     micro_batch: int | None = option(
@@ -200,14 +200,45 @@ class OptimConfig(Section):
         return self.tokens or 10_000_000
 
 
+class DataSourceConfig(Section):
+    """A source of rows among others: a file, a folder, or a corpus folder."""
+
+    path: Path = Field(description=".jsonl or .json file, a folder of them, or a corpus folder")
+    weight: float = option(1.0, "its share of the tokens is weight / sum of the weights", gt=0)
+    epochs: int = option(4, "times that it is read at most", gt=0)
+    weights: dict[str, float] = Field({}, description="of a corpus folder's rows, by their `source`; 0 leaves out")
+
+    @field_validator("weights")
+    @classmethod
+    def _shares(cls, weights: dict[str, float]) -> dict[str, float]:
+        if weights and (min(weights.values()) < 0 or not sum(weights.values()) > 0):
+            raise ValueError("the weights must not be negative, and one of them above 0")
+        return weights
+
+
 class DataConfig(Section):
     """Files in place of the corpus: rows of `messages` (OpenAI's format), ATIF trajectories, and, in mid-training, rows
-    of `text`. Unusable rows are counted and named in data.json of the run folder."""
+    of `text` or of `prefix`, `suffix` and `middle`; or `sources` of such rows, mixed by weight. Unusable rows are
+    counted and named in data.json of the run folder."""
 
-    files: tuple[Path, ...] = Field(min_length=1, description=".jsonl and .json files, or folders of them")
+    files: tuple[Path, ...] = option((), ".jsonl and .json files, or folders of them")
+    sources: tuple[DataSourceConfig, ...] = option((), "in place of files: [[data.sources]]")
     held_out: tuple[Path, ...] = option((), "files whose loss is measured with every checkpoint")
-    epochs: int = option(1, "times that every row is seen", gt=0)
+    epochs: int = option(1, "times that every row of files is seen", gt=0)
     min_reward: float | None = option(None, "of trajectories that are learned from")
+    fim: Literal["tokens", "text", "skip"] = option(
+        "tokens", "rows of fill-in-the-middle: in the tokenizer's tokens for it, as plain text, or left out"
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> DataConfig:
+        if bool(self.files) == bool(self.sources):
+            raise ValueError("data has either files or sources ([[data.sources]])")
+        if self.sources and self.epochs != 1:
+            raise ValueError("data.epochs is that of data.files: give each of data.sources its own epochs")
+        if len({source.path for source in self.sources}) < len(self.sources):
+            raise ValueError("data.sources has a path twice")
+        return self
 
 
 def _name(default: str) -> Any:

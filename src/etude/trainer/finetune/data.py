@@ -1,115 +1,222 @@
-"""Rows of tokens from a user's files, with a report of every row that could not be used: output/data.json."""
+"""The sources of a user's rows, what they are encoded with, and how many tokens they have. No torch here."""
 
 from __future__ import annotations
 
-import json
-import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
-import numpy as np
+import msgspec
 
 from etude.corpus import (
     Encoded,
     LearnedRow,
-    RefusedRow,
-    Rows,
+    RowEncoders,
     TextPiece,
     chat_files,
-    chat_rows,
-    join_rows,
-    pack_rows,
-    shuffle_rows,
+    is_corpus,
+    middle_of,
+    special_piece,
 )
+from etude.corpus.streams import FileStretch, RowSource, SourceFile, SourceReader, changed, scan
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
-from etude.renderers import Renderer
-from etude.trainer.finetune.config import DataConfig, OptimConfig
+from etude.renderers import renderer_for
+from etude.runfolder import write
+from etude.trainer.finetune import foreign_rows
+from etude.trainer.finetune.config import DataConfig, MidtrainConfig, NewModelConfig, SftConfig
 
-log = logging.getLogger(__name__)
-
-_NAMED = 10  # number of refused rows in the log; the report has all
+HELD_OUT_TOKENS = 2**19
+HELD_OUT, FILES = "held_out", "files"
+_SAMPLE_TOKENS = 200_000  # of a source, from which its tokens are estimated
 
 
 def check(data: DataConfig | None) -> None:
     """Raises UserError if a path of a user's files does not exist."""
-    for path in () if data is None else (*data.files, *data.held_out):
+    for path in () if data is None else (*data.files, *(source.path for source in data.sources), *data.held_out):
         chat_files(path)
 
 
-def conversations(
-    data: DataConfig, renderer: Callable[[], Renderer], optim: OptimConfig, output: Path, seed: int, *, pad: int
-) -> tuple[Rows, Rows | None]:
-    """Rows to train on, `epochs` times in different orders, and held-out ones. Conversations longer than a row are
-    refused. Raises UserError if none is left."""
-    return _rows(data, renderer, optim, output, seed, pad, None, None)
+@dataclass(frozen=True)
+class StreamData:
+    """The sources of a run, those of its held-out rows, in order, and what their rows are encoded with. Rows may be
+    `cut` in mid-training. `separator` stands behind a document."""
+
+    sources: tuple[RowSource, ...]
+    held_out: tuple[RowSource, ...]
+    encoders: RowEncoders
+    cut: bool
+    separator: int | None
+    length: int
+    seed: int
+
+    @classmethod
+    def of(cls, config: MidtrainConfig | SftConfig, pad: int) -> StreamData:
+        """That of a configuration with data; reads all its files once. Raises UserError for files that cannot be used,
+        and for rows that the tokenizer cannot express."""
+        data, model = config.data, config.model
+        assert data is not None
+        assert not isinstance(model, NewModelConfig)
+        renderer = cache(partial(renderer_for, model.path, tools=False))
+        if isinstance(config, SftConfig):
+            encoders, separator, look = RowEncoders(renderer, min_reward=data.min_reward), None, None
+        else:
+            words = foreign_rows.vocabulary_of(model.path, pad, renderer)
+            separator, look = words.separator, None
+            encoders = RowEncoders(renderer, partial(_text, words), _middle(words, data.fim), data.min_reward)
+            if data.fim == "tokens":
+                look = partial(_refuse_middle, _middle_error(words, model.path))
+        sources = tuple(_sources(data, look))
+        held_out = [*data.held_out, *_held_out_of(data)]
+        tests = [RowSource(HELD_OUT, _stretches([path], HELD_OUT, look), shuffled=False) for path in held_out]
+        cut = not isinstance(config, SftConfig)
+        return cls(sources, tuple(tests), encoders, cut, separator, config.trainer.length, config.seed)
+
+    def readers(self, *, held_out: bool = False) -> list[SourceReader]:
+        """Readers of all sources from their beginnings."""
+        sources = self.held_out if held_out else self.sources
+        return [
+            SourceReader(source, self.encoders, self.length, self.cut, (self.seed, number))
+            for number, source in enumerate(sources)
+        ]
+
+    @property
+    def files(self) -> list[SourceFile]:
+        """All files."""
+        stretches = chain.from_iterable(source.stretches for source in (*self.sources, *self.held_out))
+        return list({stretch.file.path: stretch.file for stretch in stretches}.values())
 
 
-def texts(
-    data: DataConfig,
-    renderer: Callable[[], Renderer],
-    optim: OptimConfig,
-    output: Path,
-    seed: int,
-    *,
-    words: Vocabulary,
-) -> tuple[Rows, Rows | None]:
-    """Like `conversations`, also with rows of text, which are cut at the length of a row. Every token is learned."""
-
-    def encode(text: str) -> Encoded:
-        return words.encode([(TextPiece(text),)])[0]
-
-    return _rows(data, renderer, optim, output, seed, words.pad, words.separator, encode)
+def keep_files(files: Sequence[SourceFile], path: Path) -> None:
+    """Records the files of a run that begins. If it goes on, raises UserError unless they have the same bytes."""
+    if not path.is_file():
+        write(path, msgspec.json.format(msgspec.json.encode(files), indent=1))
+        return
+    before = {one.path: one for one in msgspec.json.decode(path.read_bytes(), type=list[SourceFile])}
+    now = {one.path: one for one in files}
+    for name in sorted({*before, *now}):
+        if name not in now or name not in before or now[name].digest != before[name].digest:
+            raise UserError(changed(name))
 
 
-def _rows(
-    data: DataConfig,
-    renderer: Callable[[], Renderer],
-    optim: OptimConfig,
-    output: Path,
-    seed: int,
-    pad: int,
-    separator: int | None,
-    text: Callable[[str], Encoded] | None,
-) -> tuple[Rows, Rows | None]:
-    report: dict[str, object] = {}
-    kept: list[list[Encoded]] = []
-    for part, files in (("files", data.files), ("held_out", data.held_out)):
-        encoded: list[Encoded] = []
-        refused: list[RefusedRow] = []
-        for row in chat_rows(files, renderer, text=text, min_reward=data.min_reward):
-            if isinstance(row, LearnedRow) and (text is not None or len(row.tokens[0]) <= optim.length):
-                ids, mask = row.tokens
-                encoded.append((ids, mask if text is None else np.ones_like(mask)))
-            elif isinstance(row, LearnedRow):
-                why = f"it has {len(row.tokens[0]):,} tokens, more than trainer.length = {optim.length:,}"
-                refused.append(RefusedRow(row.name, why))
-            else:
-                refused.append(row)
-        _log(part, encoded, refused)
-        report[part] = {
-            "rows": len(encoded),
-            "tokens": sum(len(ids) for ids, _ in encoded),
-            "learned": sum(int(mask.sum()) for _, mask in encoded),
-            "refused": [{"row": one.name, "why": one.why} for one in refused],
-        }
-        kept.append(encoded)
-    (output / "data.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    train, held_out = (
-        pack_rows(some, optim.length, pad=pad, separator=separator, label_separator=True) if some else None
-        for some in kept
-    )
-    if train is None:
-        raise UserError(f"no row of data.files can be learned from; {output / 'data.json'} says why")
-    orders = [shuffle_rows(train, seed + epoch) for epoch in range(data.epochs)]
-    return join_rows(orders), held_out
+def _sources(data: DataConfig, look: Callable[[bytes], None] | None) -> Iterable[RowSource]:
+    if data.files:
+        yield RowSource("data.files", _stretches(data.files, FILES, look), 1.0, data.epochs)
+    for one in data.sources:
+        if one.weights and not is_corpus(one.path):
+            raise UserError(f"data.sources: {one.path} has weights, and is no corpus folder (corpus.json): drop them")
+        stretches = _stretches([one.path], "sources", look, by_source=bool(one.weights))
+        names = sorted({name for stretch in stretches for name in stretch.sizes}) if one.weights else []
+        if missing := [name for name in names if name not in one.weights]:
+            raise UserError(
+                f"data.sources: {one.path} has rows of the source {missing[0]!r}, which its weights do not name: add "
+                "it, with 0 to leave them out"
+            )
+        if missing := sorted(one.weights.keys() - set(names)):
+            raise UserError(f"data.sources: {one.path} has no row of the source {missing[0]!r}; it has {names}")
+        total = sum(one.weights.values())
+        if not stretches:
+            raise UserError(f"data.sources: {one.path} holds no row")
+        for name in names:
+            if share := one.weights[name] / total:
+                own = [stretch for stretch in stretches if name in stretch.sizes]
+                yield RowSource(f"{one.path}:{name}", own, one.weight * share, one.epochs, name)
+        if not names:
+            yield RowSource(str(one.path), stretches, one.weight, one.epochs)
 
 
-def _log(part: str, encoded: Sequence[Encoded], refused: Sequence[RefusedRow]) -> None:
-    log.info("data.%s: %d rows to learn from, %d refused", part, len(encoded), len(refused))
-    for one in refused[:_NAMED]:
-        log.warning("refused: %s: %s", one.name, one.why)
-    if len(refused) > _NAMED:
-        often = Counter(one.why for one in refused).most_common(1)[0]
-        log.warning("and %d more, all in data.json; most often: %s (%d)", len(refused) - _NAMED, *often)
+def _held_out_of(data: DataConfig) -> list[Path]:
+    """The corpus folders of the data with held-out rows."""
+    paths = (*data.files, *(one.path for one in data.sources))
+    return [path for path in paths if is_corpus(path) and any((path / HELD_OUT).rglob("*.jsonl"))]
+
+
+def _stretches(
+    paths: Sequence[Path], part: str, look: Callable[[bytes], None] | None, *, by_source: bool = False
+) -> list[FileStretch]:
+    files = chain.from_iterable(chat_files(path, HELD_OUT if part == HELD_OUT else "train") for path in paths)
+    return [stretch for file in files for stretch in scan(file, by_source=by_source, look=look)]
+
+
+def _text(words: Vocabulary, text: str) -> Encoded:
+    return words.encode([(TextPiece(text),)])[0]
+
+
+def _middle(words: Vocabulary, fim: str) -> Callable[[str, str, str], LearnedRow]:
+    """The encoder of prefix, suffix and middle."""
+
+    def encode(prefix: str, suffix: str, middle: str) -> LearnedRow:
+        if fim == "skip":
+            raise ValueError('rows of fill-in-the-middle are left out (data.fim = "skip")')
+        if fim == "text":
+            return LearnedRow("", _text(words, prefix + middle + suffix))
+        parts = zip(("prefix", "suffix", "middle"), (prefix, suffix, middle), strict=True)
+        pieces = [piece for name, text in parts for piece in (special_piece(f"<|fim_{name}|>"), TextPiece(text))]
+        return LearnedRow("", words.encode([tuple(pieces)])[0], whole=True)
+
+    return encode
+
+
+def _middle_error(words: Vocabulary, model: Path) -> str | None:
+    """Why the tokenizer cannot express fill-in-the-middle."""
+    try:
+        _middle(words, "tokens")("a", "a", "a")
+    except UserError:
+        return (
+            f'the tokenizer of {model} has no tokens for fill-in-the-middle: set data.fim to "text" or "skip", or drop '
+            "such rows"
+        )
+    return None
+
+
+def _refuse_middle(why: str | None, line: bytes) -> None:
+    """Raises UserError for a row of fill-in-the-middle, if there is a reason."""
+    if why is None or b'"middle"' not in line:
+        return
+    try:
+        row = msgspec.json.decode(line)
+    except msgspec.MsgspecError:
+        return
+    if isinstance(row, dict) and middle_of(row) is not None:
+        raise UserError(why)
+
+
+@dataclass(frozen=True)
+class SourceEstimate:
+    """The tokens of a source's epoch, of a sample of it; its share of a run's tokens, and its epochs at most."""
+
+    label: str
+    size: int
+    tokens: int
+    share: float
+    epochs: int
+
+
+def estimates(data: StreamData) -> list[SourceEstimate]:
+    """The sizes of all sources. Raises UserError if a source has no row to learn from."""
+    total = sum(source.weight for source in data.sources)
+    rows: list[SourceEstimate] = []
+    for reader in data.readers():
+        source, at = reader.source, reader.cursor
+        while not reader.ended and at.epoch == 0 and at.taken < _SAMPLE_TOKENS:
+            reader.documents()
+        if not at.taken:
+            raise UserError(f"no row of {source.label} can be learned from")
+        tokens = round(at.taken * source.size / at.read)
+        rows.append(SourceEstimate(source.label, source.size, tokens, source.weight / total, source.epochs))
+    return rows
+
+
+def described(rows: Sequence[SourceEstimate], wanted: int | None) -> list[str]:
+    """Lines about the tokens of a run over these sources; `wanted` is trainer.tokens."""
+    lines = [
+        f"data: {one.label}: {one.size / 1e6:,.1f} MB, about {one.tokens:,} tokens, {one.share:.1%} of the run, "
+        f"read at most {one.epochs} times"
+        for one in rows
+    ]
+    first = min(rows, key=lambda one: one.tokens * one.epochs / one.share)
+    most = round(first.tokens * first.epochs / first.share)
+    ends = f"about {most:,} tokens, until {first.label} ends" if wanted is None else f"{wanted:,} tokens"
+    return [*lines, f"data: a run of {ends}"]

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from etude.corpus import Chat, Encoded, TextPiece, encode_chat
+from etude.corpus import SPECIALS, Chat, Encoded, TextPiece, encode_chat, vocabulary
 from etude.corpus.dialect import Document, read_prompt, text
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
+from etude.harness import SYSTEM
 from etude.renderers import COMPACT_PARAMETERS, ROLES, SCHEMAS, PlainEncoder, Renderer, load_tokenizer, read_json
 
 FIM = (  # prefix, suffix, middle: Qwen and StarCoder 2; StarCoder; DeepSeek; GLM; Codestral and CodeLlama
@@ -75,6 +76,15 @@ def of_folder(folder: Path, renderer: Callable[[], Renderer], system: str, pad: 
     """The vocabulary of a Hugging Face folder; see `ForeignText`."""
     words = ForeignText(folder, renderer, system)
     return Vocabulary(words.encode, pad, words.separator, together=16)
+
+
+def vocabulary_of(model: Path, pad: int, renderer: Callable[[], Renderer]) -> Vocabulary:
+    """The vocabulary of a folder's tokenizer for the corpus. `renderer` is called for conversations only: a base model
+    has none."""
+    tokenizer = load_tokenizer(model)
+    if all(tokenizer.token_to_id(token) is not None for token in SPECIALS[:13]):
+        return vocabulary.compact(tokenizer)
+    return of_folder(model, renderer, SYSTEM, pad)
 
 
 def text_end(tokenizer: Tokenizer, folder: Path) -> int:

@@ -31,7 +31,8 @@ from etude.trainer.finetune.config import OptimConfig
 from etude.trainer.finetune.folder import Packing, hidden_of
 from etude.trainer.finetune.passes import StepPasses, numbers_of, pass_of
 from etude.trainer.finetune.routers import Routers
-from etude.trainer.finetune.training_loop import Loss, StageRun, TrainingWork, fit
+from etude.trainer.finetune.streamed import StreamedRows, StreamedSteps
+from etude.trainer.finetune.training_loop import FixedSteps, Loss, StageRun, Steps, TrainingWork, fit
 from etude.trainer.head import token_logprobs
 from etude.trainer.sharding import reshard, within, world_of
 
@@ -72,13 +73,15 @@ class PackedSteps(Sequence[StepPasses[PackedPass]]):
     width: int
 
     @classmethod
-    def of(cls, rows: Rows, config: OptimConfig, kind: Packing, pad: int) -> PackedSteps:
-        """The steps over these rows. Raises UserError if there is no row."""
+    def of(cls, rows: Rows, config: OptimConfig, kind: Packing, pad: int, *, some: bool = False) -> PackedSteps:
+        """The steps over these rows, which may be `some` of those of a compiled run. Raises UserError if there is no
+        row."""
         if not len(rows.ids):
             raise UserError("there is nothing to train on: the data gives no row")
         at_once = config.micro_batch or -(-config.batch // config.mesh.data_ranks)
         counts = [int(rows.mask[i : i + at_once, 1:].sum()) for i in range(0, len(rows.ids), at_once)]
-        width = min(-(-max(counts) // 64) * 64, at_once * (rows.ids.shape[1] - 1))
+        most = at_once * (rows.ids.shape[1] - 1)
+        width = most if some and config.compile else min(-(-max(counts) // 64) * 64, most)
         return cls(rows, config.batch, at_once, kind, pad, width)
 
     def __len__(self) -> int:
@@ -211,7 +214,7 @@ def evaluate_loss(model: PreTrainedModel, compute: Callable[[PackedPass], Loss],
 
 def train(
     model: PreTrainedModel,
-    rows: Rows,
+    rows: Rows | StreamedRows,
     held_out: Rows | None,
     config: OptimConfig,
     run: StageRun,
@@ -222,19 +225,27 @@ def train(
     compute: Callable[[PackedPass], Loss] | None = None,
 ) -> PreTrainedModel:
     """Trains on all rows once, in order, with the loss `compute` or by default `loss_function`. See
-    `training_loop.fit`. With every checkpoint the loss on the rows `held_out` is measured, and `measure` adds its
-    figures."""
+    `training_loop.fit`. With every checkpoint the loss on the rows `held_out`, or those of the stream, is measured, and
+    `measure` adds its figures."""
     torch.set_num_threads(config.threads)
-    tests = PackedSteps.of(held_out, config, kind, pad) if held_out is not None else None
     eager = loss_function(model, compiled=config.compile) if compute is None else compute
 
     def evaluate() -> dict[str, float]:
-        loss = {} if tests is None else {"eval/heldout/loss": evaluate_loss(model, eager, tests)}
+        tests = rows.held_out if isinstance(rows, StreamedRows) else held_out
+        loss: dict[str, float] = {}
+        if tests is not None:
+            loss["eval/heldout/loss"] = evaluate_loss(model, eager, PackedSteps.of(tests, config, kind, pad))
         return loss if measure is None else loss | measure(model)
 
-    steps = PackedSteps.of(rows, config, kind, pad)
+    def of_step(some: Rows) -> StepPasses[PackedPass]:
+        return PackedSteps.of(some, config, kind, pad, some=True)[0]
+
+    if isinstance(rows, StreamedRows):
+        steps: Steps = StreamedSteps(rows, config.batch, of_step)
+    else:
+        steps = FixedSteps(PackedSteps.of(rows, config, kind, pad))
     faster = _compiled(eager) if config.compile else eager
-    return fit(model, TrainingWork(steps, config.batch * rows.ids.shape[1], faster, evaluate), config, run)
+    return fit(model, TrainingWork(steps, config.batch * config.length, faster, evaluate), config, run)
 
 
 def _compiled(compute: Callable[[PackedPass], Loss]) -> Callable[[PackedPass], Loss]:

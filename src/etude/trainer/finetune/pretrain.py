@@ -11,7 +11,8 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,11 @@ from etude.corpus import (
     retrieval_samples,
     save_rows,
     special_piece,
-    vocabulary,
 )
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
-from etude.harness import SYSTEM
 from etude.models import check_device
-from etude.renderers import Renderer, load_tokenizer, renderer_for, say_dropped
+from etude.renderers import Renderer, renderer_for, say_dropped
 from etude.trainer.finetune import data, distillation, document_masks, folder, foreign_rows, packed
 from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import (
@@ -50,7 +49,8 @@ from etude.trainer.finetune.config import (
     OptimConfig,
     SftConfig,
 )
-from etude.trainer.finetune.training_loop import Show, StageRun, TrainingWork, fit
+from etude.trainer.finetune.streamed import StreamedRows
+from etude.trainer.finetune.training_loop import FixedSteps, Show, StageRun, TrainingWork, fit
 from etude.trainer.sharding import load_sharded
 from etude.trainer.world import World
 
@@ -146,15 +146,6 @@ def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resu
     world.only_first(make)
 
 
-def vocabulary_of(model: Path, pad: int, renderer: Callable[[], Renderer]) -> Vocabulary:
-    """The vocabulary of a folder's tokenizer for the corpus. `renderer` is called for conversations only: a base model
-    has none."""
-    tokenizer = load_tokenizer(model)
-    if all(tokenizer.token_to_id(token) is not None for token in SPECIALS[:13]):
-        return vocabulary.compact(tokenizer)
-    return foreign_rows.of_folder(model, renderer, SYSTEM, pad)
-
-
 def _held_out_rows(
     corpus: build.Corpus, words: Vocabulary, length: int, shapes: dict[str, float], operators: dict[str, float]
 ) -> Rows | None:
@@ -164,9 +155,24 @@ def _held_out_rows(
     return build.sft_rows(corpus.evaluation, words, shapes, operators, HELD_OUT_TOKENS, length, seed=7)
 
 
+@contextmanager
+def rows_of_stage(
+    output: Path, make: Callable[[], tuple[Rows, Rows | None]] | None, pad: int, world: World
+) -> Iterator[tuple[Rows | StreamedRows, Rows | None]]:
+    """The rows to train on and the held-out ones: those of a user's files, which are read meanwhile, or those that
+    `make` makes."""
+    if make is not None:
+        yield rows_once(output, make, world)
+        return
+    rows = StreamedRows(output, pad, world)
+    try:
+        yield rows, None
+    finally:
+        rows.close()
+
+
 def rows_once(output: Path, make: Callable[[], tuple[Rows, Rows | None]], world: World) -> tuple[Rows, Rows | None]:
-    """The rows of `make`, which is called once, by rank 0: a resumed run trains on the saved rows, even if the files
-    have changed."""
+    """The rows of `make`, which is called once, by rank 0: a resumed run trains on the saved rows."""
     train, held_out, done = (output / name for name in ("rows.safetensors", "heldout.safetensors", "rows.done"))
 
     def save() -> None:
@@ -220,7 +226,9 @@ def midtrain(
         types = folder.types_of(wanted.path, model)
         if config.data is None:
             renderer = cache(partial(renderer_for, wanted.path, tools=False))
-            _check_mix(wanted.path, config, vocabulary_of(wanted.path, folder.pad_of(model), renderer), renderer)
+            _check_mix(
+                wanted.path, config, foreign_rows.vocabulary_of(wanted.path, folder.pad_of(model), renderer), renderer
+            )
     prepare(output, config, resume, world)
     corpus = cache(partial(_corpus, config.corpus, config.seed, output))
     if isinstance(wanted, NewModelConfig):
@@ -231,11 +239,9 @@ def midtrain(
         source = wanted.path
     assert model is not None
     pad, renderer = folder.pad_of(model), cache(partial(renderer_for, source, tools=False))
-    words = vocabulary_of(source, pad, renderer)
+    words = foreign_rows.vocabulary_of(source, pad, renderer)
 
     def make() -> tuple[Rows, Rows | None]:
-        if config.data is not None:
-            return data.texts(config.data, renderer, optim, output, config.seed, words=words)
         mix = config.mix.model_dump()
         rows, counts = build.midtrain_rows(corpus().train, words, mix, optim.corpus_tokens, optim.length, config.seed)
         (output / "mix.json").write_text(json.dumps(counts), encoding="utf-8")
@@ -244,10 +250,10 @@ def midtrain(
             held_out = _held_out_rows(corpus(), words, optim.length, {"blind": 0.5, "tested": 0.5}, OPERATOR_WEIGHTS)
         return rows, held_out
 
-    rows, held_out = rows_once(output, make, world)
     kind = folder.packing_of(model, optim.packing)
     run = StageRun(output, source, resume, stop_after, types, config.seed, show)
-    packed.train(model, rows, held_out, optim, run, kind=kind, pad=pad)
+    with rows_of_stage(output, None if config.data is not None else make, pad, world) as (rows, held_out):
+        packed.train(model, rows, held_out, optim, run, kind=kind, pad=pad)
     world.close()
     return output / "checkpoint"
 
@@ -284,7 +290,7 @@ def sft(
         compute = distillation.loss_function(model, teacher, config.distill.share)
     prepare(output, config, resume, world)
     corpus = cache(partial(_corpus, config.corpus, config.seed, output))
-    words = vocabulary_of(source, pad, renderer) if config.data is None else None
+    words = foreign_rows.vocabulary_of(source, pad, renderer) if config.data is None else None
     if config.documents is not None:
         assert words is not None
         if kind != "isolated":
@@ -294,8 +300,6 @@ def sft(
         return output / "checkpoint"
 
     def make() -> tuple[Rows, Rows | None]:
-        if config.data is not None:
-            return data.conversations(config.data, renderer, optim, output, config.seed, pad=pad)
         assert words is not None
         shapes, length = config.shapes.model_dump(), optim.length
         short = [function for function in corpus().train if function.lines <= config.max_lines]
@@ -303,8 +307,8 @@ def sft(
         rows = build.sft_rows(short, words, shapes, config.operators, tokens, length, seed)
         return rows, _held_out_rows(corpus(), words, length, shapes, config.operators)
 
-    rows, held_out = rows_once(output, make, world)
-    packed.train(model, rows, held_out, optim, run, kind=kind, pad=pad, compute=compute)
+    with rows_of_stage(output, None if config.data is not None else make, pad, world) as (rows, held_out):
+        packed.train(model, rows, held_out, optim, run, kind=kind, pad=pad, compute=compute)
     world.close()
     return output / "checkpoint"
 
@@ -337,7 +341,7 @@ def _document_work(
         figures = {own: document_masks.measure(model, tests, own == "own", length) for own in ("full", "own") if tests}
         return {f"eval/{own}/{name}": value for own, row in figures.items() for name, value in row.items()}
 
-    return TrainingWork(batches, length, document_masks.loss_function(model, chosen.kl), evaluate)
+    return TrainingWork(FixedSteps(batches), length, document_masks.loss_function(model, chosen.kl), evaluate)
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -41,12 +41,58 @@ Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """(loss, router balance, expert load [L, E], parts of the loss by the name of their metric)."""
 
 
+class Steps(Protocol):
+    """The passes of a run's optimizer steps, in order, each step taken once."""
+
+    def start(self, done: int, state: str) -> None:
+        """Goes to the first step, or on after `done` steps with the `state` of a checkpoint."""
+
+    def take(self) -> Sequence[TrainingPass] | None:
+        """The passes of the next step, none where nothing is learned; None at the end."""
+
+    @property
+    def share(self) -> float:
+        """The share of all steps that is taken, 1 at the end; an estimate where their number is not known yet."""
+        ...
+
+    def state(self) -> str:
+        """The place that `start` needs to go on here, besides the number of steps."""
+        ...
+
+
+class FixedSteps:
+    """Steps that are all there."""
+
+    def __init__(self, steps: Sequence[Sequence[TrainingPass]]) -> None:
+        self._steps, self._done = steps, 0
+
+    def start(self, done: int, state: str) -> None:
+        """Goes on after `done` steps."""
+        self._done = done
+
+    def take(self) -> Sequence[TrainingPass] | None:
+        """The passes of the next step."""
+        if self._done >= len(self._steps):
+            return None
+        self._done += 1
+        return self._steps[self._done - 1]
+
+    @property
+    def share(self) -> float:
+        """The share of the steps that is taken."""
+        return min(1.0, self._done / len(self._steps))
+
+    def state(self) -> str:
+        """Nothing: the number of steps is enough."""
+        return ""
+
+
 @dataclass(frozen=True)
 class TrainingWork:
-    """The work of a stage: `steps[i]` are the passes of an optimizer step, about `tokens` tokens together, each an
-    argument of `compute`; `evaluate` returns the figures of a checkpoint."""
+    """The work of a stage: `steps` of about `tokens` tokens each, whose passes are arguments of `compute`; `evaluate`
+    returns the figures of a checkpoint."""
 
-    steps: Sequence[Sequence[TrainingPass]]
+    steps: Steps
     tokens: int
     compute: Callable[[Any], Loss]
     evaluate: Callable[[], dict[str, float]]
@@ -120,14 +166,14 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
             if not is_divided(parameter):  # FSDP sums the gradients of rows in their type, float32
                 parameter.grad_dtype = torch.float32
     states = output / "checkpoints"
-    steps, elapsed = _resume(states, optimizer, world) if run.resume else (0, 0.0)
+    steps, elapsed, place = _resume(states, optimizer, world) if run.resume else (0, 0.0, "")
+    work.steps.start(steps, place)
     world.only_first(lambda: checkpoints.drop_after(states, steps))
     ranks = Ranks(world.rank, world.size, world.agree(lambda: token_hex(8)), world.control)
     writer = checkpoints.CheckpointWriter(states, keep=2, ranks=ranks)
     path, show = (output / "metrics.jsonl", run.show) if world.first else (None, None)
     record = _TrainingRecord(path, work.tokens, steps, elapsed, show)
-    wanted = min(config.tokens or math.inf, len(work.steps) * work.tokens)
-    minutes = config.minutes or math.inf
+    wanted, minutes = config.tokens or math.inf, config.minutes or math.inf
 
     def checkpoint() -> None:
         elapsed = record.elapsed()
@@ -135,14 +181,16 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
         record.write({"step": steps, "time": elapsed} | work.evaluate())
         types = dict.fromkeys(model.state_dict(), torch.bfloat16) | dict(run.types)
         folder.save(output / "checkpoint", model, _masters(optimizer), types, run.tokenizer)
-        writer.start(steps, checkpoints.parts_of(optimizer.state()), about={"elapsed": str(elapsed)})
+        about = {"elapsed": str(elapsed), "place": work.steps.state()}
+        writer.start(steps, checkpoints.parts_of(optimizer.state()), about=about)
 
-    while steps < len(work.steps) and steps != run.stop_after:
-        progress = max(steps * work.tokens / wanted, world.agree(record.elapsed) / 60 / minutes)
-        if progress >= 1:
+    while steps != run.stop_after:
+        share = max(steps * work.tokens / wanted, work.steps.share)
+        progress = max(share, world.agree(record.elapsed) / 60 / minutes)
+        if progress >= 1 or (passes := work.steps.take()) is None:
             break
         torch.manual_seed(run.seed + steps)
-        lr, passes = learning_rate(config, progress), work.steps[steps]
+        lr = learning_rate(config, progress)
         steps += 1
         if not passes:
             continue
@@ -150,7 +198,8 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
         if not math.isfinite(figures["optim/grad_norm"]):
             raise UserError(f"the gradient is not finite at step {steps}; lower trainer.lr")
         if steps % config.log_every == 0 or steps == 1:
-            record.step(steps, figures, wanted, minutes)
+            share = max(steps * work.tokens / wanted, work.steps.share)
+            record.step(steps, figures, share, minutes)
         if world.agree(lambda: record.checkpoint_due(config.checkpoint_minutes)):
             checkpoint()
     checkpoint()
@@ -158,15 +207,15 @@ def _fit(model: PreTrainedModel, work: TrainingWork, config: OptimConfig, run: S
     return model.eval()
 
 
-def _resume(states: Path, optimizer: MasterAdamW, world: World) -> tuple[int, float]:
-    """Steps and seconds of the saved run so far; 0 if it was killed before its first save. Each rank reads its rows,
-    whatever the number of ranks that wrote them."""
+def _resume(states: Path, optimizer: MasterAdamW, world: World) -> tuple[int, float, str]:
+    """Steps and seconds of the saved run so far, and the state of its `Steps`; 0 if it was killed before its first
+    save. Each rank reads its rows, whatever the number of ranks that wrote them."""
     newest = checkpoints.load_newest(states, optimizer.rows, lambda why: next(filter(None, world.gathered(why)), ""))
     if newest is None:
-        return 0, 0.0
+        return 0, 0.0, ""
     steps, tensors, about = newest
     optimizer.load(tensors)
-    return steps, float(about["elapsed"])
+    return steps, float(about["elapsed"]), about["place"]
 
 
 def _step(
@@ -261,8 +310,8 @@ class _TrainingRecord:
             self._saved = time.monotonic()
         return due
 
-    def step(self, steps: int, figures: dict[str, Any], wanted: float, minutes: float) -> None:
-        """Writes the line of a step of a run that ends after `wanted` tokens or `minutes`."""
+    def step(self, steps: int, figures: dict[str, Any], share: float, minutes: float) -> None:
+        """Writes the line of a step, after a `share` of the run's steps; it ends after `minutes`, too."""
         if self._path is None:
             return
         now = time.monotonic()
@@ -273,10 +322,10 @@ class _TrainingRecord:
         self._logged, self._steps = now, steps
         if self._show is not None:
             elapsed = now - self._started
-            done = max(steps * self._tokens / wanted, elapsed / 60 / minutes)
+            done = max(share, elapsed / 60 / minutes)
             self._show(
                 done=steps,
-                total=math.ceil(wanted / self._tokens),
+                total=max(steps, round(steps / share)),
                 seconds_left=elapsed / done * max(0.0, 1 - done),
                 loss=line["loss/token"],
                 lr=line["optim/lr"],
