@@ -167,6 +167,9 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(shop, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "empty", "gpl", "shop", "there"]
     with pytest.raises(UserError, match=r"nothing is left.*too short 1"):
         build(tmp_path / "corpus", own=[folder(tmp_path / "tiny", {"a.py": "x = 1\n"})])
+    with pytest.raises(UserError, match="holds no answer"):
+        build(tmp_path / "corpus", own=[shop], suites=[folder(tmp_path / "suite", {"tasks/a/task.toml": ""})])
+    assert not (tmp_path / "corpus.building").exists()
 
 
 def test_odd_files_are_counted(tmp_path):
