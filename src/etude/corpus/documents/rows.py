@@ -7,8 +7,8 @@ and suffix
     rows/NNNNN.npy     for each row: 1 if it is held out, its place in the order of the parts, place and length
     rows/NNNNN.json    written last: figures by source
 
-A row is `{"text"}`, `{"prefix", "suffix", "middle"}` or `{"messages", "tools"}`, with `id`, `source` and `origin`. Lines
-are counted in the text as it is kept, without the definitions of suites.
+A row is `{"text"}`, `{"prefix", "suffix", "middle"}` or `{"messages", "tools"}`, with `id`, `source` and `origin`.
+Lines are counted in the text as it is kept, without the definitions of suites.
 """
 
 from __future__ import annotations
