@@ -3,9 +3,10 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
-from etude.code.shingles import text_shingles
-from etude.corpus.dedup import bands_of, contamination, exact, near
+from etude.code.shingles import shingle_codes, text_shingles, token_runs
+from etude.corpus.dedup import bands_of, contamination, exact, near, signature
 
 LONG = """def merge(left, right, key=None):
     result = []
@@ -73,3 +74,28 @@ def test_contamination_flags_copies_and_reports_the_rest() -> None:
     partly = contamination([OTHER + "\n" + "\n".join(LONG.split("\n")[:3])], [LONG], threshold=0.9)
     assert partly.overlapping == 1
     assert partly.flagged == ()
+
+
+@pytest.mark.parametrize(("share", "low", "high"), [(0.5, 0.0, 0.2), (0.7, 0.4, 0.75), (0.85, 0.93, 1.0)])
+def test_bands_of_documents_follow_the_curve(share, low, high):
+    """1 - (1 - s^8)^14 at Jaccard similarities .5, .7, .85: .05, .57, .99."""
+    rng = np.random.default_rng(7)
+    hits = 0
+    for _ in range(150):
+        size = 1000
+        common = round(2 * size * share / (1 + share))
+        codes = rng.integers(1, 1 << 63, 2 * size - common, dtype=np.uint64)
+        first, second = (signature(part, 14, 8) for part in (codes[:size], codes[size - common :]))
+        assert len({*codes[:size]} & {*codes[size - common :]}) == common
+        hits += bool((first == second).all(axis=1).any())
+    assert low <= hits / 150 <= high
+
+
+def test_codes_of_runs_are_equal_for_equal_runs_alone():
+    text = "a b c d a b c e a b d c"
+    runs = [*token_runs(text.split(), 3)]
+    codes = shingle_codes(text, 3).tolist()
+    assert len(codes) == len(runs)
+    assert all((codes[i] == codes[j]) == (runs[i] == runs[j]) for i in range(10) for j in range(10))
+    assert shingle_codes("a b", 3).size == 0
+    assert shingle_codes("wörter, in jedem Prozess", 2).tolist()[0] == shingle_codes("wörter ,", 2).tolist()[0]

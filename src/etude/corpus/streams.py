@@ -23,7 +23,7 @@ STRETCH_BYTES = 2**18
 _NAMED = 1000  # refused rows of a source that are named; all are counted
 
 
-class SourceFile(msgspec.Struct, frozen=True):
+class StreamFile(msgspec.Struct, frozen=True):
     """A file as it was scanned: size in bytes, time of change in nanoseconds, digest of its bytes."""
 
     path: str
@@ -37,7 +37,7 @@ class FileStretch:
     """Whole lines of a file: the bytes from `first` to `last`, from the line number `line` on (0: all of a .json).
     `sizes` are the bytes of the rows of each `source` name, or of all rows under ""."""
 
-    file: SourceFile
+    file: StreamFile
     first: int
     last: int
     line: int
@@ -73,7 +73,7 @@ def scan(path: Path, *, by_source: bool = False, look: Callable[[bytes], None] |
                 begun.append((first, at, line, sizes))
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
-    one = SourceFile(str(path), at, status.st_mtime_ns, digest.hexdigest())
+    one = StreamFile(str(path), at, status.st_mtime_ns, digest.hexdigest())
     lines = path.suffix == ".jsonl"
     return [FileStretch(one, first, last, line if lines else 0, dict(sizes)) for first, last, line, sizes in begun]
 

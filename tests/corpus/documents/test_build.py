@@ -167,6 +167,9 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(shop, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "empty", "gpl", "shop", "there"]
     with pytest.raises(UserError, match=r"nothing is left.*too short 1"):
         build(tmp_path / "corpus", own=[folder(tmp_path / "tiny", {"a.py": "x = 1\n"})])
+    with pytest.raises(UserError, match="holds no answer"):
+        build(tmp_path / "corpus", own=[shop], suites=[folder(tmp_path / "suite", {"tasks/a/task.toml": ""})])
+    assert not (tmp_path / "corpus.building").exists()
 
 
 def test_odd_files_are_counted(tmp_path):
@@ -190,6 +193,7 @@ def test_odd_files_are_counted(tmp_path):
         "prod.env.json": "{}",
         "id_rsa.txt": "key\n" * 20,
         "big.py": "# a word of a comment\nx = call(1)\n" * 40_000,
+        "lib/shop.h": "#pragma once\n\nnamespace shop {\n" + "template <class T> T f(T a) { return a; }\n" * 9 + "}\n",
         "sub/README.md": "# A title\n\n" + "one very long line of prose " * 80 + "\n\nEnd.\n",
         "café/naïve.go": "package main\n\n" + "".join(f"func F{n}(a int) int {{\n\treturn a\n}}\n" for n in range(9)),
     }  # fmt: skip
@@ -202,9 +206,9 @@ def test_odd_files_are_counted(tmp_path):
     git(root, "commit", "-q", "-m", "links")
     made = build(tmp_path / "corpus", own=[root], windows=0, fim=0)
     paths = {row["origin"]["path"] for row in rows(tmp_path / "corpus")}
-    assert {"sub/README.md", "café/naïve.go", "almost.js"} < paths
+    assert {"sub/README.md", "café/naïve.go", "almost.js", "lib/shop.h"} < paths
     assert len(paths & {"good.py", "copy.py", "near.py"}) == 1
-    assert len(paths) == 4
+    assert len(paths) == 5
     dropped = made["sources"][0]["dropped"]
     expected = {
         "not UTF-8": 1, "binary": 1, "long lines": 1, "lock file or minified": 1, "generated": 1, "vendored": 1,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.corpus.chats import LearnedRow, chat_rows
+from etude.corpus.chats import LearnedRow, RowEncoders, read_row
 from etude.corpus.sessions import SessionReport, session_rows
 from etude.renderers import Renderer, renderer_for
 from tests.helpers.folders import big_tokenizer
@@ -35,17 +35,15 @@ def rows_of(folder: Path, lines: Iterable[Any], name: str = "log.jsonl", **optio
     return list(session_rows([folder], report, **options)), report
 
 
-def said(folder: Path, rows: list[Any], renderer: Renderer) -> list[str]:
+def said(rows: list[Any], renderer: Renderer) -> list[str]:
     """The texts that train, from the rows as a stage reads them."""
-    path = folder.parent / f"{folder.name}-rows" / "rows.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     texts: list[str] = []
-    for row in chat_rows([path], lambda: renderer):
-        assert isinstance(row, LearnedRow), row
-        ids, mask = row.tokens
-        edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
-        texts += [renderer.text(ids[a:b].tolist()) for a, b in pairwise(edges) if mask[a]]
+    for line in rows:
+        for row in read_row("", json.dumps(line), RowEncoders(lambda: renderer)):
+            assert isinstance(row, LearnedRow), row
+            ids, mask = row.tokens
+            edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+            texts += [renderer.text(ids[a:b].tolist()) for a, b in pairwise(edges) if mask[a]]
     return texts
 
 
@@ -185,7 +183,7 @@ FORMATS = [openai_chat, openai_responses, anthropic, batches, claude_code, codex
 def test_what_the_model_said_is_learned_and_nothing_else(tmp_path: Path, renderer: Renderer, lines: Any) -> None:
     rows, report = rows_of(tmp_path, lines())
     assert not report.refused
-    assert said(tmp_path, rows, renderer) == SAID
+    assert said(rows, renderer) == SAID
     assert all(row["id"] and row["origin"]["path"].startswith("log.jsonl") for row in rows)
 
 
@@ -193,7 +191,7 @@ def test_what_the_model_said_is_learned_and_nothing_else(tmp_path: Path, rendere
 def test_the_same_session_twice_is_learned_once(tmp_path: Path, renderer: Renderer, lines: Any) -> None:
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()))
     rows, _ = rows_of(tmp_path, lines())
-    texts = said(tmp_path, rows, renderer)
+    texts = said(rows, renderer)
     assert texts == (SAID * 2 if lines is atif else SAID)  # a trajectory is kept whole
 
 
@@ -209,7 +207,7 @@ def test_the_clients_words_for_the_assistant_are_context(tmp_path: Path, rendere
     answer = {"role": "assistant", "content": "Yes."}
     second = {"request": {"messages": altered}, "response": {"choices": [{"message": answer, "finish_reason": "stop"}]}}
     rows, _ = rows_of(tmp_path, [first, second])
-    assert sorted(said(tmp_path, rows, renderer)) == [f"{DONE}<|im_end|>", "Yes.<|im_end|>"]
+    assert sorted(said(rows, renderer)) == [f"{DONE}<|im_end|>", "Yes.<|im_end|>"]
 
 
 @pytest.mark.parametrize("reason", ["length", "content_filter", None])
@@ -223,7 +221,7 @@ def test_an_answer_that_was_cut_is_not_learned(tmp_path: Path, reason: str | Non
 def test_several_answers_to_one_request_are_rows_each(tmp_path: Path, renderer: Renderer) -> None:
     choices = [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"} for text in ("One", "Two")]
     rows, _ = rows_of(tmp_path, [{"request": {"messages": CHAT[:2]}, "response": {"choices": choices}}])
-    assert said(tmp_path, rows, renderer) == ["One<|im_end|>", "Two<|im_end|>"]
+    assert said(rows, renderer) == ["One<|im_end|>", "Two<|im_end|>"]
 
 
 def test_a_session_that_was_taken_back_is_learned_on_both_ways(tmp_path: Path, renderer: Renderer) -> None:
@@ -231,7 +229,7 @@ def test_a_session_that_was_taken_back_is_learned_on_both_ways(tmp_path: Path, r
     answer = claude_line("assistant", "v3", "v2", [{"type": "text", "text": "Read."}], id="m3", stop_reason="end_turn")
     rows, report = rows_of(tmp_path, [*list(claude_code()), again, answer])
     assert not report.refused
-    assert sorted(said(tmp_path, rows, renderer)) == sorted([*SAID, "Read.<|im_end|>"])
+    assert sorted(said(rows, renderer)) == sorted([*SAID, "Read.<|im_end|>"])
 
 
 def test_calls_side_by_side_have_their_results(tmp_path: Path, renderer: Renderer) -> None:
@@ -252,7 +250,7 @@ def test_calls_side_by_side_have_their_results(tmp_path: Path, renderer: Rendere
     assert not report.refused
     (row,) = rows
     assert [m["content"] for m in row["messages"] if m["role"] == "tool"] == ["file 1", "file 2"]
-    assert len(said(tmp_path, rows, renderer)) == 2
+    assert len(said(rows, renderer)) == 2
 
 
 def test_synthetic_and_interrupted_answers_are_not_learned(tmp_path: Path, renderer: Renderer) -> None:
@@ -267,7 +265,7 @@ def test_synthetic_and_interrupted_answers_are_not_learned(tmp_path: Path, rende
             claude_line("assistant", "w5", "w4", [{"type": "text", "text": "Well."}], id="m10", stop_reason="end_turn"),
         ],
     )
-    assert said(tmp_path, rows, renderer) == [*SAID, "Well.<|im_end|>"]
+    assert said(rows, renderer) == [*SAID, "Well.<|im_end|>"]
 
 
 def test_a_summary_begins_a_new_context(tmp_path: Path, renderer: Renderer) -> None:
@@ -277,7 +275,7 @@ def test_a_summary_begins_a_new_context(tmp_path: Path, renderer: Renderer) -> N
         codex_text("assistant", "Tests."),
     ]
     rows, _ = rows_of(tmp_path, [*codex(), *compacted])
-    assert said(tmp_path, rows, renderer) == [*SAID, "Tests.<|im_end|>"]
+    assert said(rows, renderer) == [*SAID, "Tests.<|im_end|>"]
     assert [m["content"] for m in rows[1]["messages"]][:4] == [
         "You mend code.",
         ASKED,
@@ -291,7 +289,7 @@ def test_a_summary_begins_a_new_context(tmp_path: Path, renderer: Renderer) -> N
         pi_line("b3", "b2", role="assistant", content=[{"type": "text", "text": "Tests."}], stopReason="stop"),
     ]
     rows, _ = rows_of(tmp_path, [*pi(), *kept], "pi.jsonl")
-    assert said(tmp_path, rows, renderer) == [*SAID, "Tests.<|im_end|>"]
+    assert said(rows, renderer) == [*SAID, "Tests.<|im_end|>"]
     assert [m["content"] for m in rows[1]["messages"]] == ["Mended.", DONE, "And now?", "Tests."]
 
 
@@ -306,7 +304,7 @@ def test_a_thread_ends_before_what_the_model_cannot_read(tmp_path: Path, rendere
             claude_line("assistant", "x2", "x1", after, id="m7", stop_reason="end_turn"),
         ],
     )
-    assert said(tmp_path, rows, renderer) == SAID
+    assert said(rows, renderer) == SAID
 
 
 # Secrets, models, bad input -------------------------------------------------------------------------------------------
@@ -319,9 +317,9 @@ def test_secrets_are_replaced_and_their_message_is_not_learned(tmp_path: Path, r
     rows, report = rows_of(tmp_path, lines)
     assert KEY not in json.dumps(rows)
     assert report.secrets.total() == 1
-    assert said(tmp_path, rows, renderer) == SAID, "a secret in a result leaves the answers"
+    assert said(rows, renderer) == SAID, "a secret in a result leaves the answers"
     rows, report = rows_of(tmp_path, json.loads(json.dumps(lines).replace(DONE, f"Use {KEY}")))
-    assert said(tmp_path, rows, renderer) == SAID[:1], "the message with the secret is context, without it"
+    assert said(rows, renderer) == SAID[:1], "the message with the secret is context, without it"
     rows, report = rows_of(tmp_path, [json.loads(json.dumps(line).replace(SEEN, KEY)) for line in atif()])
     assert rows == []
 

@@ -111,6 +111,10 @@ def _held(folder: Path) -> Iterator[None]:
         yield
     except BlockingIOError:
         raise UserError(f"another process builds in {folder}: wait for it, or name another output") from None
+    except BaseException:
+        if not (folder / "plan.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     finally:
         os.close(lock)
 
@@ -203,7 +207,8 @@ def _passes(folder: Path, plan: DocumentPlan, drops: Drops, workers: int, report
         for name in figures:
             reasons.update(_drops(drops[name], figures[name]))
         why = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(4)) or "no files"
-        raise UserError(f"nothing is left of these sources ({why}): give more, and delete {folder}")
+        (folder / "plan.json").unlink()  # nothing of this build is worth going on with
+        raise UserError(f"nothing is left of these sources ({why}): give others")
     ranges = plan_parts(folder, lists, plan.part_bytes)
     work.run_tasks(folder, "parts", write_part, ranges, workers, report)
     parts, digest = gather(folder, ranges, folder / "out")

@@ -26,7 +26,7 @@ from etude.corpus.documents import work
 from etude.corpus.documents.imports import imports_of
 from etude.corpus.documents.sources import contents
 from etude.corpus.documents.structs import OF_ROWS, CorpusDocument, CorpusSource, DocumentPlan, SourceFile, SourceShard
-from etude.corpus.documents.texts import decoded, language_of_file, refusal
+from etude.corpus.documents.texts import decoded, language_of_text, refusal
 
 SHINGLE, BANDS, BAND_ROWS = 5, 14, 8
 OFFSET, LENGTH, CHARACTERS, DIGEST, MINHASH = 0, 1, 2, 3, 5  # columns; DIGEST takes two, MINHASH BANDS
@@ -72,7 +72,7 @@ def _documents(
         if text is None:
             drops["not UTF-8"] += 1
             continue
-        language = language_of_file(file.path) or ""
+        language = language_of_text(file.path, text)
         words = words_of(text)
         if (reason := refusal(text, language, words, own=source.kind == "own")) is not None:
             drops[reason] += 1

@@ -8,6 +8,7 @@ and suffix
     rows/NNNNN.json    written last: figures by source
 
 A row is `{"text"}`, `{"prefix", "suffix", "middle"}` or `{"messages", "tools"}`, with `id`, `source` and `origin`.
+Lines are counted in the text as it is kept, without the definitions of suites.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from etude.code import find_secrets, secret_in
+from etude.code import redacted, secret_in
 from etude.corpus.documents.structs import CorpusDocument
 
 MOST = 5  # secrets of a document that is kept
@@ -72,12 +72,6 @@ def _walked(value: Any, path: str, counts: list[int]) -> Any:
 
 
 def _scrubbed(text: str, path: str, counts: list[int]) -> str:
-    data = text.encode("utf-8", "surrogatepass")
-    parts: list[bytes] = []
-    end = 0
-    for match in sorted(find_secrets(data, path), key=lambda match: (match.start, -match.end)):
-        if match.start >= end:
-            parts += [data[end : match.start], f"<{match.rule}>".encode()]
-            counts[0] += 1
-        end = max(end, match.end)
-    return b"".join([*parts, data[end:]]).decode("utf-8", "surrogatepass") if end else text
+    replaced, rules = redacted(text, path)
+    counts[0] += rules.total()
+    return replaced

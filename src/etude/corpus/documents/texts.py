@@ -30,6 +30,7 @@ nim nim, fortran f90, verilog v
 """
 _BY_SUFFIX = {suffix: words[0] for row in _MORE.split(",") for words in [row.split()] for suffix in words[1:]}
 _NAMES = {"makefile": "make", "dockerfile": "docker", "rakefile": "ruby", "gemfile": "ruby"}
+_CPP = re.compile(r"^\s*(?:namespace|template\s*<|class\s+\w+|using\s+\w+|public:|private:)|\w::\w", re.M)
 _ODD = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f]")
 _COMMENT = re.compile(r"^[ \t]*(?:#|//|/\*|\*|--|%|;|<!--|\"\"\"|''').*$", re.M)
 _DOCSTRING = re.compile(r"^[ \t]*[rR]?(\"\"\"|''')(?:.*?)\1", re.M | re.S)
@@ -40,6 +41,12 @@ def language_of_file(path: str) -> str | None:
     """The language of a file by its name; None for files that are not read."""
     name = PurePosixPath(path).name.lower()
     return language_of(path) or _BY_SUFFIX.get(name.rpartition(".")[2] if "." in name else "") or _NAMES.get(name)
+
+
+def language_of_text(path: str, text: str) -> str:
+    """The language of a file that is read: headers may be C++, which the parser of C would refuse."""
+    language = language_of_file(path) or ""
+    return "cpp" if language == "c" and path.endswith(".h") and _CPP.search(text) else language
 
 
 def passed_over(path: str) -> str | None:

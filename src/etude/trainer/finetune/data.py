@@ -20,7 +20,7 @@ from etude.corpus import (
     middle_of,
     special_piece,
 )
-from etude.corpus.streams import FileStretch, RowSource, SourceFile, SourceReader, changed, scan
+from etude.corpus.streams import FileStretch, RowSource, SourceReader, StreamFile, changed, scan
 from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 from etude.renderers import renderer_for
@@ -83,18 +83,18 @@ class StreamData:
         ]
 
     @property
-    def files(self) -> list[SourceFile]:
+    def files(self) -> list[StreamFile]:
         """All files."""
         stretches = chain.from_iterable(source.stretches for source in (*self.sources, *self.held_out))
         return list({stretch.file.path: stretch.file for stretch in stretches}.values())
 
 
-def keep_files(files: Sequence[SourceFile], path: Path) -> None:
+def keep_files(files: Sequence[StreamFile], path: Path) -> None:
     """Records the files of a run that begins. If it goes on, raises UserError unless they have the same bytes."""
     if not path.is_file():
         write(path, msgspec.json.format(msgspec.json.encode(files), indent=1))
         return
-    before = {one.path: one for one in msgspec.json.decode(path.read_bytes(), type=list[SourceFile])}
+    before = {one.path: one for one in msgspec.json.decode(path.read_bytes(), type=list[StreamFile])}
     now = {one.path: one for one in files}
     for name in sorted({*before, *now}):
         if name not in now or name not in before or now[name].digest != before[name].digest:
