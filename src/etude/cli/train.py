@@ -218,8 +218,10 @@ def _print_data(config: Any) -> None:
     trained on."""
     if getattr(config, "data", None) is None or config.stage == "apply":
         return
-    from etude.trainer.finetune import data
-
+    try:
+        from etude.trainer.finetune import data
+    except ModuleNotFoundError as e:
+        return print(f"no estimate of the data: this installation has no {e.name}", file=sys.stderr)
     for line in data.described(data.estimates(data.StreamData.of(config, 0)), config.trainer.tokens):
         print(line, file=sys.stderr)
 
