@@ -164,6 +164,7 @@ class DocumentBuildConfig(Section):
     fim: float = option(0.5, "share of the texts that are to be filled in the middle", ge=0, le=1)
     windows: float = option(0.2, "share of the code that is joined to windows in import order", ge=0, le=1)
     window_characters: int = option(100_000, "longest text, files and windows", ge=1000, le=4_000_000)
+    fim_characters: int = option(12_000, "longest text to be filled in; it must fit a row of training", ge=200)
 
     @pydantic.model_validator(mode="after")
     def _one_date(self) -> DocumentBuildConfig:

@@ -93,14 +93,18 @@ def test_a_killed_worker_loses_nothing(shop, tmp_path, monkeypatch):
     assert everything(tmp_path / "corpus") == everything(tmp_path / "whole")
 
 
-def test_files_are_held_out_by_their_last_change(shop, tmp_path):
-    made = build(tmp_path / "corpus", own=[shop], hold_out_months=2, windows=0)
-    held = {row["origin"]["path"] for row in rows(tmp_path / "corpus", "held_out")}
-    assert held == {f"shop/m{n:02}.py" for n in range(8, 12)}
-    assert {row["origin"]["date"] for row in rows(tmp_path / "corpus", "held_out")} == {"2026-06-10T12:00:00Z"}
-    trained = {row["origin"]["path"] for row in rows(tmp_path / "corpus", "train")}
-    assert trained == {f"shop/m{n:02}.py" for n in range(8)} | {"README.md"}
+def test_the_tree_as_of_a_date_is_trained_on_and_what_came_since_is_held_out(shop, tmp_path):
+    made = build(tmp_path / "corpus", own=[shop], hold_out_months=2, windows=0, fim=0)
+    held = {row["origin"]["path"]: row for row in rows(tmp_path / "corpus", "held_out")}
+    assert held.keys() == {f"shop/m{n:02}.py" for n in range(8, 12)}
+    assert {row["origin"]["date"] for row in held.values()} == {"2026-06-10T12:00:00Z"}
+    assert all(held[f"shop/m{n:02}.py"]["text"].strip() == module(n + 100, 1).strip() for n in range(8, 12))
+    trained = {row["origin"]["path"]: row["text"] for row in rows(tmp_path / "corpus", "train")}
+    assert trained == {f"shop/m{n:02}.py": module(n) for n in range(12)} | {"README.md": "# Shop\n\nSells.\n\nx\n"}
     assert made["options"]["hold_out_after"] == "2026-04-10T12:00:00Z"
+    commits = git(shop, "rev-list", "--reverse", "HEAD").split()
+    for side, commit in zip(("train", "held_out"), commits, strict=True):
+        assert {row["origin"]["revision"] for row in rows(tmp_path / "corpus", side)} == {commit}
     copy = folder(tmp_path / "old", {"LICENSE": MIT, "m08.py": (shop / "shop/m08.py").read_text() + "# an old copy\n"})
     build(tmp_path / "both", copy, own=[shop], hold_out_months=2)
     assert {row["source"] for row in rows(tmp_path / "both")} == {"shop"}, "a copy of a held-out file is learned"

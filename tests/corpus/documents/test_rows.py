@@ -153,3 +153,18 @@ def test_long_files_are_cut_at_definitions(tmp_path):
     made = sorted(rows(tmp_path / "corpus"), key=lambda row: row["origin"]["lines"])
     assert "".join(map(whole, made)) == text
     assert json.dumps([row["origin"]["lines"] for row in made])[2] == "1"
+
+
+def test_texts_to_be_filled_in_are_short_pieces_at_definitions(tmp_path):
+    text = "".join(module(n, 1) for n in range(40))
+    build(tmp_path / "corpus", own=[folder(tmp_path / "own", {"long.py": text})], fim=1, fim_characters=4000)
+    every = sorted(rows(tmp_path / "corpus"), key=lambda row: row["origin"]["lines"])
+    assert len(every) > 5
+    assert "".join(map(whole, every)) == text
+    assert all(len(whole(row)) <= 4000 for row in every)
+    starts = {whole(row).lstrip().split()[0] for row in every}
+    assert starts == {"#", "def"}, starts
+    lines = text.splitlines(keepends=True)
+    for row in every:
+        first, last = row["origin"]["lines"]
+        assert whole(row) == "".join(lines[first - 1 : last])

@@ -29,13 +29,13 @@ from etude.corpus.documents.copies import drop_copies, lay_out
 from etude.corpus.documents.parts import gather, plan_parts, write_part
 from etude.corpus.documents.read import read_shard
 from etude.corpus.documents.rows import make_rows
-from etude.corpus.documents.sources import check_dates, corpus_sources, iso, listed
+from etude.corpus.documents.sources import check_dates, corpus_sources, divided, iso, listed
 from etude.corpus.documents.structs import CorpusSource, DocumentPlan, SourceFile, SourceShard
 from etude.corpus.documents.suites import check_suite, index_of_suites, load_index, save_index
 from etude.errors import UserError
 
 VERSION = 1
-PASSES = 1  # version of the passes: a build that another version began is not continued
+PASSES = 2  # version of the passes: a build that another version began is not continued
 SHARD_BYTES, PART_BYTES = 8 << 20, 64_000_000
 SHARD_FILES = 1000
 _PARSED = ("python", "javascript", "typescript", "tsx", "go", "java", "c", "json", "markdown")
@@ -66,6 +66,7 @@ def build_documents(
     report("sources", 0, 1)
     chosen = corpus_sources(sources, own, own_licence, conversations, replay)
     after = _after(chosen, options)
+    chosen = tuple(divided(source, after) for source in chosen) if after else chosen
     plan = DocumentPlan(
         sources=chosen,
         suites=tuple(str(Path(suite).absolute()) for suite in suites),
@@ -73,6 +74,7 @@ def build_documents(
         fim=options.fim,
         windows=options.windows,
         window_characters=options.window_characters,
+        fim_characters=options.fim_characters,
         after=after,
         syntax=tuple(name for name in _PARSED if name == "markdown" or has_syntax(name)),
         shard_bytes=shard_bytes,
@@ -138,7 +140,7 @@ def _planned(folder: Path, plan: DocumentPlan) -> tuple[DocumentPlan, Drops]:
     files, drops = list[list[SourceFile]](), Drops()
     for source in plan.sources:
         drops[source.name] = Counter()
-        files.append(listed(source, drops[source.name], plan.shard_bytes))
+        files.append(listed(source, drops[source.name], plan.shard_bytes, plan.after))
     shards = [
         SourceShard(number, tuple(part))
         for number, each in enumerate(files)
@@ -259,6 +261,7 @@ def _record(plan: DocumentPlan, drops: Drops, figures: Drops, parts: dict[str, i
         "fim": plan.fim,
         "windows": plan.windows,
         "window_characters": plan.window_characters,
+        "fim_characters": plan.fim_characters,
         "hold_out_after": plan.after,
         "suites": [Path(suite).name for suite in plan.suites],
         "syntax": plan.syntax,

@@ -92,8 +92,8 @@ def _notes(corpus: dict[str, Any]) -> str:
     options = corpus["options"]
     after, suites = options["hold_out_after"], options["suites"]
     lines = [
-        f"Held out are files whose last commit lies after {after}, and nothing that is a near copy of one is trained "
-        "on."
+        f"Histories are trained on as of {after}. Held out are files that were added since, and of files that were "
+        "changed since the definitions with new lines; no near copy of these files is trained on."
         if after
         else "No file is held out by its date.",
         f"{options['suite_pieces']} pieces of {', '.join(suites)} and their copies (renamed, reflowed) are not in it; "

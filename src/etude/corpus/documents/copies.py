@@ -42,11 +42,11 @@ def drop_copies(folder: Path, plan: DocumentPlan) -> dict[str, Counter[str]]:
     arrays = [np.load(work.file(folder, "read", n, "npy"), mmap_mode="r") for n in range(plan.shards)]
     sizes = [len(array) for array in arrays]
     sources = np.repeat([_source_of(folder, n) for n in range(plan.shards)], sizes).astype(np.int64)
-    rank = _ranks(folder, plan)
-    exact = _later(arrays, rank, [DIGEST, DIGEST + 1])
+    rank, names = _ranks(folder, plan)
+    exact = _later(arrays, rank, names, [DIGEST, DIGEST + 1])
     near = np.zeros(len(rank), dtype=bool)
     for band in range(BANDS):
-        near |= _later(arrays, rank, [MINHASH + band], ~exact)
+        near |= _later(arrays, rank, names, [MINHASH + band], ~exact)
     near &= ~exact
     (folder / "kept").mkdir(exist_ok=True)
     start = 0
@@ -72,27 +72,36 @@ def _heads(folder: Path, shards: Sequence[int]) -> Iterator[_DocumentHead]:
                 yield msgspec.json.decode(line, type=_DocumentHead)
 
 
-def _ranks(folder: Path, plan: DocumentPlan) -> np.ndarray:
-    """The rank of each document: of copies the least is kept."""
+def _ranks(folder: Path, plan: DocumentPlan) -> tuple[np.ndarray, np.ndarray]:
+    """The rank of each document: of copies the least is kept; and the number of its path, which the version that is
+    trained on and the one that is held out share."""
     own = np.array([source.kind != "own" for source in plan.sources])
     held: list[bool] = []
     whose: list[bool] = []
     dates: list[str] = []
+    names: list[int] = []
+    last: tuple[int, str] | None = None
     for head in _heads(folder, range(plan.shards)):
         held.append(not head.held_out)
         whose.append(bool(own[head.source]))
         dates.append(head.date or "9999")
+        names.append(names[-1] if last == (head.source, head.path) else len(names))
+        last = head.source, head.path
     order = np.lexsort((np.arange(len(held)), np.array(dates, dtype="S20"), np.array(whose), np.array(held)))
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    return rank
+    return rank, np.array(names, dtype=np.int64)
 
 
 def _later(
-    arrays: Sequence[np.ndarray], rank: np.ndarray, columns: Sequence[int], among: np.ndarray | None = None
+    arrays: Sequence[np.ndarray],
+    rank: np.ndarray,
+    names: np.ndarray,
+    columns: Sequence[int],
+    among: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Whether a document of less rank has the same numbers in these columns; zeros count as no numbers. `among` are
-    the documents that are compared."""
+    """Whether a document of another name and less rank has the same numbers in these columns; zeros count as no
+    numbers. `among` are the documents that are compared."""
     keys = [np.concatenate([np.asarray(array[:, c]) for array in arrays] or [np.zeros(0, np.uint64)]) for c in columns]
     order = np.lexsort((rank, *keys))
     if among is not None:
@@ -102,7 +111,9 @@ def _later(
         same &= key[order][1:] == key[order][:-1]
     same &= np.logical_or.reduce([key[order][1:] != 0 for key in keys])
     later = np.zeros(len(rank), dtype=bool)
+    first = np.maximum.accumulate(np.where(np.concatenate([[True], ~same])[: len(order)], np.arange(len(order)), 0))
     later[order[1:][same]] = True
+    later[order] &= names[order] != names[order][first]
     return later
 
 

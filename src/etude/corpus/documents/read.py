@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import io
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
+from difflib import SequenceMatcher
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from etude.code import run_codes, word_codes, words_of
+from etude.code import lines_of, run_codes, syntax_nodes, word_codes, words_of
 from etude.corpus.dedup import signature
 from etude.corpus.documents import work
 from etude.corpus.documents.imports import imports_of
@@ -64,7 +67,7 @@ def _documents(
     plan: DocumentPlan, source: CorpusSource, shard: SourceShard, drops: Counter[str]
 ) -> Iterator[tuple[CorpusDocument, list[str]]]:
     """Documents of a shard with their tokens."""
-    for file, data in contents(source, shard.files):
+    for file, data, base in contents(source, shard.files):
         if source.kind in OF_ROWS:
             yield from _rows(plan, shard.source, file, data, drops)
             continue
@@ -77,16 +80,37 @@ def _documents(
         if (reason := refusal(text, language, words, own=source.kind == "own")) is not None:
             drops[reason] += 1
             continue
+        if file.base and not (text := changed_text(decoded(base) or "", text, language)).strip():
+            continue  # lines were deleted alone
         document = CorpusDocument(
             source=shard.source,
             path=file.path,
             text=text,
             language=language,
             date=file.date,
-            held_out=bool(plan.after) and file.date > plan.after,
+            held_out=file.held_out,
             imports=imports_of(text, language),
         )
         yield document, words
+
+
+def changed_text(before: str, after: str, language: str) -> str:
+    """The new parts of a text, in order: the smallest definitions that hold its changed lines, or these lines alone."""
+    lines = lines_of(after, ends=True)
+    starts = [0, *accumulate(map(len, lines))]
+    nodes = syntax_nodes(after, language)
+    spans: list[tuple[int, int]] = []
+    matcher = SequenceMatcher(None, lines_of(before, ends=True), lines, autojunk=False)
+    for tag, _, _, low, high in matcher.get_opcodes():
+        if tag == "equal" or low == high:
+            continue
+        held = nodes.definition(starts[low], starts[high] - 1) if nodes is not None else None
+        start, end = held or (starts[low], starts[high])
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (min(start, spans[-1][0]), max(end, spans[-1][1]))
+        else:
+            spans.append((start, end))
+    return "\n".join(textwrap.dedent(after[start:end]) for start, end in spans)
 
 
 def _rows(

@@ -167,12 +167,14 @@ def document_rows(plan: DocumentPlan, document: CorpusDocument, nodes: SyntaxNod
     rng = random.Random(f"{plan.seed}/{document.source}/{document.path}")
     code = plan.sources[document.source].kind not in OF_ROWS
     for start, text in pieces(document.text, plan.window_characters, nodes):
-        first = 1 + document.text.count("\n", 0, start)
-        origin = _origin(plan, document, first, first + max(0, text.count("\n") - text.endswith("\n")))
-        content: dict[str, Any] = {"text": text}
-        if code and rng.random() < plan.fim:
-            content = _fill(text, start, nodes, rng)
-        yield _row(plan, content, document, origin)
+        filled = code and rng.random() < plan.fim
+        parts = pieces(text, plan.fim_characters, nodes, start) if filled else [(0, text)]
+        for inner, part in parts:
+            at = start + inner
+            first = 1 + document.text.count("\n", 0, at)
+            origin = _origin(plan, document, first, first + max(0, part.count("\n") - part.endswith("\n")))
+            content = _fill(part, at, nodes, rng) if filled else {"text": part}
+            yield _row(plan, content, document, origin)
 
 
 def _fill(text: str, start: int, nodes: SyntaxNodes | None, rng: random.Random) -> dict[str, Any]:
@@ -187,9 +189,10 @@ def _fill(text: str, start: int, nodes: SyntaxNodes | None, rng: random.Random) 
     return {"prefix": prefix, "suffix": suffix, "middle": middle}
 
 
-def pieces(text: str, longest: int, nodes: SyntaxNodes | None) -> Iterator[tuple[int, str]]:
-    """Pieces of a text with their places: it is cut where a definition begins, else at a line, else anywhere."""
-    starts = [start for start, _ in nodes.definitions()] if nodes is not None and len(text) > longest else []
+def pieces(text: str, longest: int, nodes: SyntaxNodes | None, begin: int = 0) -> Iterator[tuple[int, str]]:
+    """Pieces of a text with their places: it is cut where a definition begins, else at a line, else anywhere. The nodes
+    are of a text in which this one begins at `begin`."""
+    starts = [start - begin for start, _ in nodes.definitions()] if nodes is not None and len(text) > longest else []
     at = 0
     while at < len(text):
         end = at + longest
@@ -230,7 +233,7 @@ def _origin(plan: DocumentPlan, document: CorpusDocument, first: int, last: int)
     licence = document.licence or source.licence
     return {
         "path": document.path,
-        "revision": source.revision,
+        "revision": source.revision if document.held_out else source.base or source.revision,
         "licence": licence,
         "lines": [first, last],
         "date": document.date,

@@ -146,14 +146,23 @@ def iso(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def listed(source: CorpusSource, drops: Counter[str], shard_bytes: int) -> list[SourceFile]:
-    """The files of a source that may be read, sorted by path; `drops` counts the others by reason. Raises
+def divided(source: CorpusSource, after: str) -> CorpusSource:
+    """The source with the last commit of its first-parent line that is not later than `after`. Raises UserError."""
+    if not source.history:
+        return source
+    line = ("rev-list", "-1", "--first-parent", f"--before={after}", source.revision, "--")
+    return msgspec.structs.replace(source, base=_clone(source).demand(*line).decode().strip())
+
+
+def listed(source: CorpusSource, drops: Counter[str], shard_bytes: int, after: str = "") -> list[SourceFile]:
+    """The files of a source that may be read, sorted by path; `drops` counts the others by reason. Of a history that a
+    time `after` divides: the files as of then, and those that were added or changed since, held out. Raises
     UserError."""
     if source.kind in OF_ROWS:
         return list(_replay_files(source, shard_bytes))
-    every = _committed(source, drops) if source.history else _on_disk(source, drops)
+    every = _divided(source, drops, after) if source.history else _on_disk(source, drops)
     kept: list[SourceFile] = []
-    for file in sorted(every, key=lambda file: file.path):
+    for file in sorted(every, key=lambda file: (file.path, file.held_out)):
         if language_of_file(file.path) is None:
             drops["other kinds of files"] += 1
         elif (reason := passed_over(file.path)) is not None:
@@ -165,18 +174,18 @@ def listed(source: CorpusSource, drops: Counter[str], shard_bytes: int) -> list[
     return kept
 
 
-def contents(source: CorpusSource, files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, bytes]]:
-    """The bytes of files, in order. Raises UserError for a file that has gone."""
+def contents(source: CorpusSource, files: Sequence[SourceFile]) -> Iterator[tuple[SourceFile, bytes, bytes]]:
+    """The bytes of files, in order, and those of their bases. Raises UserError for a file that has gone."""
     if source.history:
-        blobs = _clone(source).contents(file.blob for file in files)
-        yield from ((file, blobs[file.blob]) for file in files)
+        blobs = _clone(source).contents(blob for file in files for blob in (file.blob, file.base) if blob)
+        yield from ((file, blobs[file.blob], blobs.get(file.base, b"")) for file in files)
         return
     root = Path(source.root)
     for file in files:
         path = root / file.path if file.path else root
         try:
             with path.open("rb") as opened:
-                yield file, _lines_between(opened, file.start, file.end) if file.end else opened.read()
+                yield file, _lines_between(opened, file.start, file.end) if file.end else opened.read(), b""
         except OSError as e:
             raise UserError(
                 f"{path} cannot be read ({e.strerror}): leave the source as it is, and begin anew"
@@ -190,11 +199,25 @@ def _clone(source: CorpusSource) -> Clone:
     return clone
 
 
-def _committed(source: CorpusSource, drops: Counter[str]) -> Iterator[SourceFile]:
+def _divided(source: CorpusSource, drops: Counter[str], after: str) -> Iterator[SourceFile]:
+    """The files of the commit that is trained on, and those that the newest commit adds or changes, held out."""
     clone = _clone(source)
+    if not after:
+        yield from _committed(source, clone, source.revision, drops)
+        return
+    trained = _committed(source, clone, source.base, Counter()) if source.base else ()
+    before = {file.path: file for file in trained}
+    yield from before.values()
+    for file in _committed(source, clone, source.revision, drops):
+        old = before.get(file.path)
+        if old is None or old.blob != file.blob:
+            yield msgspec.structs.replace(file, held_out=True, base="" if old is None else old.blob)
+
+
+def _committed(source: CorpusSource, clone: Clone, revision: str, drops: Counter[str]) -> Iterator[SourceFile]:
     within = [f"{source.inside}/"] if source.inside else []
-    dates = _dates(clone.demand("log", "--no-renames", "--format=%x01%ct", "--name-only", "-z", source.revision))
-    listing = clone.demand("ls-tree", "-r", "-z", "-l", "--full-tree", source.revision, *within)
+    dates = _dates(clone.demand("log", "--no-renames", "--format=%x01%ct", "--name-only", "-z", revision))
+    listing = clone.demand("ls-tree", "-r", "-z", "-l", "--full-tree", revision, *within)
     for entry in filter(None, listing.split(b"\0")):
         head, _, name = entry.partition(b"\t")
         mode, _, blob, size = head.decode().split()

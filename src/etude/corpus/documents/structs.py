@@ -21,6 +21,7 @@ class CorpusSource(msgspec.Struct, frozen=True, kw_only=True):
     stated: str  # where the licence stands
     revision: str = ""
     history: bool = False  # the files are those of a git commit
+    base: str = ""  # the commit that is trained on, where a date divides; "" if there is none
     inside: str = ""  # the folder of the clone that is the source, "" for all of it
     last: str = ""  # date of the newest commit
 
@@ -34,6 +35,8 @@ class SourceFile(msgspec.Struct, frozen=True):
     date: str = ""  # of its last change, ISO 8601 in UTC; empty where no history tells
     start: int = 0
     end: int = 0  # 0: a whole file
+    held_out: bool = False  # it was added or changed after the date that divides
+    base: str = ""  # of a changed file, the blob that is trained on
 
 
 class SourceShard(msgspec.Struct, frozen=True):
@@ -83,6 +86,7 @@ class DocumentPlan(msgspec.Struct, frozen=True, kw_only=True):
     fim: float
     windows: float
     window_characters: int
+    fim_characters: int
     after: str
     syntax: tuple[str, ...]  # languages with a parser here
     shard_bytes: int
