@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import blake3
 
@@ -51,16 +52,9 @@ def write_traces(
     }
     if not wanted:
         raise UserError(f"no training task of {', '.join(map(str, datasets))} has an answer that can be told")
-    runfolder.make(output.parent)
-    partial = output.with_name(f"{output.name}.partial")
-    header = {"name": "", "options": options.model_dump(mode="json", exclude={"workers"})}
+    header = {"options": options.model_dump(mode="json", exclude={"workers"})}
     header |= {"datasets": [dataset.manifest.digests.get("dataset.json", "") for dataset in sources]}
-    with _held(partial.with_name(f"{output.name}.lock")):
-        first = runfolder.read_jsonl(partial, texts=("name",))[:1]
-        if first and first[0] != header:
-            raise UserError(f"{partial} is of other options or datasets: remove it, or name another file with -o")
-        if not first:
-            runfolder.append_json(partial, header)
+    with partial_rows(output, header, "options or datasets") as partial:
         try:
             asyncio.run(_write(wanted, partial, options, progress, boxes))
         except ExceptionGroup as failures:
@@ -71,6 +65,22 @@ def write_traces(
         runfolder.write(output, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
         partial.unlink()
     return len(rows), len(wanted)
+
+
+@contextmanager
+def partial_rows(output: Path, header: Mapping[str, Any], of: str) -> Iterator[Path]:
+    """The file OUTPUT.partial of lines with a name, held by this process alone; its first line is `header`, with an
+    empty name. Raises UserError if another process has it, or if it is of other settings, which `of` names."""
+    runfolder.make(output.parent)
+    partial = output.with_name(f"{output.name}.partial")
+    header = {"name": ""} | dict(header)
+    with _held(partial.with_name(f"{output.name}.lock")):
+        first = runfolder.read_jsonl(partial, texts=("name",))[:1]
+        if first and first[0] != header:
+            raise UserError(f"{partial} is of other {of}: remove it, or name another file with -o")
+        if not first:
+            runfolder.append_json(partial, header)
+        yield partial
 
 
 @contextmanager
