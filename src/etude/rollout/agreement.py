@@ -60,7 +60,7 @@ _WRITER = "You write clear requests for changes of a code base."
 CHANGE_TOOLS = tuple(name for schema in SCHEMAS if (name := schema["function"]["name"]) not in ("test", "history"))
 MAX_PATCH = 12_000  # characters
 MAX_TITLE, MAX_REQUEST = 200, 4000  # characters
-_QUOTED = 12  # characters of a changed line that is a quotation wherever it stands; a shorter one on a line of its own
+_QUOTED = 12  # characters of a changed line that is a quotation wherever it stands; a shorter one where it stands alone
 _BLANK = re.compile(r"\s+")
 
 
@@ -132,8 +132,8 @@ def line_patch(before: Mapping[str, bytes], changes: Mapping[str, bytes | None])
         old, new = before.get(path, b""), changes[path] or b""
         if is_junk(path) or b"\0" in old + new:
             continue
-        sides = [lines_of(data.decode("utf-8", "replace")) for data in (old, new)]
-        diff = list(unified_diff(*sides, f"a/{path}", f"b/{path}", lineterm=""))
+        old_lines, new_lines = (lines_of(data.decode("utf-8", "replace")) for data in (old, new))
+        diff = list(unified_diff(old_lines, new_lines, f"a/{path}", f"b/{path}", lineterm=""))
         texts += diff
         for line in diff[2:]:
             if line[0] in "+-" and line[1:].strip():
@@ -153,7 +153,8 @@ def checked_request(answer: str, patch: LinePatch) -> str:
         raise LeftOut("its request is no title and body")
     text = f"{title}\n\n{body}"
     whole = _BLANK.sub(" ", text)
-    alone = {_BLANK.sub(" ", line).strip(" `>+-*") for line in lines_of(text)}
+    pieces = [*lines_of(text), *re.findall(r"`+([^`]+)`+", text)]
+    alone = {_BLANK.sub(" ", piece).strip(" `>+-*") for piece in pieces}
     for _, changed in patch.lines:
         line = _BLANK.sub(" ", changed[1:]).strip()
         if (len(line) >= _QUOTED and line in whole) or line.strip(" `>+-*") in alone:
