@@ -1,8 +1,30 @@
 """Patches as lines, their agreement, and requests that do not give the patch away."""
 
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from etude.rollout.agreement import LeftOut, LinePatch, agreement, checked_request, line_patch
+from etude.corpus import Chat, encode_chat
+from etude.grading import open_sandbox
+from etude.harness import EngineModel, Sampling
+from etude.records import Budget
+from etude.renderers import renderer_for
+from etude.rollout.agreement import (
+    AgreedPair,
+    LeftOut,
+    LinePatch,
+    RepositoryTree,
+    Target,
+    agreed_pair,
+    agreement,
+    checked_request,
+    line_patch,
+)
+from etude.sandbox import Image
+from tests.helpers.speakers import TEMPLATE, Scripted, hermes_tokenizer, write_model
 
 BEFORE = {"a.py": b"x = 1\ny = 2\n\nz = 3\n", "gone.py": b"import os\n", "data.bin": b"\0\1"}
 
@@ -59,3 +81,36 @@ def test_a_request_that_quotes_a_changed_line_is_refused(body: str) -> None:
 
 def test_short_lines_may_stand_in_sentences() -> None:
     assert checked_request("Mean\n\nFor x = 2 it is right.", CHANGED)
+
+
+def test_turns_of_an_engine_are_learned_as_they_were_sampled(tmp_path: Path) -> None:
+    renderer = renderer_for(write_model(tmp_path / "model", hermes_tokenizer(), TEMPLATE))
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/a.py").write_bytes(BEFORE["a.py"])
+
+    def turn(text: str, **calls: dict[str, Any]) -> list[int]:
+        made = [{"id": f"call_{n}", "type": "function", "function": {"name": name, "arguments": json.dumps(values)}}
+                for n, (name, values) in enumerate(calls.items())]  # fmt: skip
+        return renderer.turn({"role": "assistant", "content": text} | ({"tool_calls": made} if made else {}))
+
+    look, change = turn("I look.", read={"path": "a.py"}), {"path": "a.py", "old": "y = 2\n", "new": "y = 2 + x\n"}
+    first = [turn("", edit=change), turn("Done.")]
+    second = [look, turn("", edit=change, finish={})]
+    policy = Scripted([*first, turn("Grow with x\n\nThe second value is to depend on the first."), *second])
+    tree = RepositoryTree({"a.py": BEFORE["a.py"]}, Image(tmp_path / "tree", None, {}))
+
+    async def play() -> AgreedPair:
+        async with open_sandbox() as sandbox:
+            model = EngineModel(policy, renderer, Sampling())
+            budget = Budget(turns=4, tokens=4000, context=40_000, seconds=60.0)
+            return await agreed_pair(Target("shop", "a.py", "f", 1, 4, "edge"), tree, sandbox, model, budget, 1, 0.5)
+
+    pair = asyncio.run(asyncio.wait_for(play(), 60))
+    assert pair.agreement == 1
+    asked = renderer.text(policy.prompts[2])
+    assert "-y = 2\n+y = 2 + x\n" in asked
+    assert "<tools>" not in asked, "a request is written without tools"
+    for played, turns in ((pair.first, first), (pair.second, second)):
+        row = played.row()
+        ids, mask = encode_chat(Chat("row", tuple(row["messages"]), tuple(row["tools"])), renderer)
+        assert [int(i) for i, m in zip(ids, mask, strict=True) if m] == [id for each in turns for id in each]

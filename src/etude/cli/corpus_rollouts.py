@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from etude.cli.corpus_rows import new_rows_file, reasons
 from etude.cli.eval import BUDGET, ENGINE, api_key
 from etude.cli.flags import add_flags, add_sandbox, flag_values, from_flags, sandbox_of
-from etude.config import AgreedRolloutsConfig, InferenceConfig, RolloutConfig, validate
+from etude.config import AgreedRolloutsConfig, InferenceConfig, ModelConfig, RolloutConfig, validate
 from etude.errors import UserError
 from etude.weights import model_folder
 
@@ -37,6 +37,7 @@ def add_to(actions: Any) -> None:
     played.add_argument("--key-file", type=Path, metavar="FILE", help=key)
     played.add_argument("--temperature", type=float, metavar="X", help="of a chat API (default: its own)")
     add_flags(played, InferenceConfig, ENGINE)
+    add_flags(played, ModelConfig, ("chat_template",))
     what = "budget of a rollout, by default that of a run; with a chat API 50, 32000, 131072, 900"
     add_flags(parser.add_argument_group(what), RolloutConfig, BUDGET)
 
@@ -73,9 +74,9 @@ def _model(arguments: argparse.Namespace) -> Path | Remote:
         flags = {"--name": "name", "--api": "api", "--key-file": "key_file", "--temperature": "temperature"}
         for flag in (flag for flag, name in flags.items() if getattr(arguments, name) is not None):
             raise UserError(f"{flag} belongs to the URL of a chat API, and {arguments.model} is none: drop it")
-        return model_folder(arguments.model)
-    if flags := [f"--{name}" for name in ENGINE if hasattr(arguments, name)]:
-        raise UserError(f"{flags[0]} belongs to a model folder, which an engine of this machine serves: drop it")
+        return model_folder(arguments.model, getattr(arguments, "chat_template", None))
+    if names := [name.replace("_", "-") for name in (*ENGINE, "chat_template") if hasattr(arguments, name)]:
+        raise UserError(f"--{names[0]} belongs to a model folder, which an engine of this machine serves: drop it")
     if arguments.name is None:
         raise UserError(f"{arguments.model} is the URL of an API: say which model there by --name NAME")
     chat = ChatModel(arguments.model, arguments.name, arguments.api or "openai", arguments.temperature)
