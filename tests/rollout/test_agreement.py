@@ -14,10 +14,10 @@ from etude.records import Budget
 from etude.renderers import renderer_for
 from etude.rollout.agreement import (
     AgreedPair,
+    ChangeTarget,
     LeftOut,
     LinePatch,
     RepositoryTree,
-    Target,
     agreed_pair,
     agreement,
     checked_request,
@@ -103,7 +103,9 @@ def test_turns_of_an_engine_are_learned_as_they_were_sampled(tmp_path: Path) -> 
         async with open_sandbox() as sandbox:
             model = EngineModel(policy, renderer, Sampling())
             budget = Budget(turns=4, tokens=4000, context=40_000, seconds=60.0)
-            return await agreed_pair(Target("shop", "a.py", "f", 1, 4, "edge"), tree, sandbox, model, budget, 1, 0.5)
+            return await agreed_pair(
+                ChangeTarget("shop", "a.py", "f", 1, 4, "edge"), tree, sandbox, model, budget, 1, 0.5
+            )
 
     pair = asyncio.run(asyncio.wait_for(play(), 60))
     assert pair.agreement == 1

@@ -27,8 +27,9 @@ from etude.errors import UserError
 from etude.protocol.backends import ChatModel
 from etude.records import Budget
 from etude.renderers import renderer_for
-from etude.run.agreed_rollouts import AgreedReport, Player, RolloutSources, write_agreed_rollouts
 from etude.run.evaluate import Remote
+from etude.run.traces import RolloutPlayer, RolloutSources, write_agreed_rollouts
+from etude.run.traces.agreed import AgreedReport
 from tests.helpers.http_apps import answering
 from tests.helpers.rows import chat_rows
 from tests.helpers.speakers import TEMPLATE, hermes_tokenizer, write_model
@@ -111,7 +112,7 @@ def write(
     library: Path, api: Recorded, output: str = "rows.jsonl", **options: Any
 ) -> tuple[AgreedReport, list[dict[str, Any]]]:
     with answering(api.app()) as url:
-        player = Player(
+        player = RolloutPlayer(
             Remote(ChatModel(f"{url}/v1", "m"), None), Budget(turns=6, tokens=9999, context=99999), EngineConfig()
         )
         path = library.parent / output

@@ -45,8 +45,8 @@ def add_to(actions: Any) -> None:
 def run_rollouts(arguments: argparse.Namespace) -> None:
     """Writes the rows, and prints how many tries are kept and why others are not. Raises UserError."""
     from etude.cli.progress import bar
-    from etude.run.agreed_rollouts import Player, RolloutSources, write_agreed_rollouts
     from etude.run.evaluate import CHAT_BUDGET
+    from etude.run.traces import RolloutPlayer, RolloutSources, write_agreed_rollouts
 
     output = new_rows_file(arguments.output)
     options = from_flags(arguments, AgreedRolloutsConfig)
@@ -54,7 +54,7 @@ def run_rollouts(arguments: argparse.Namespace) -> None:
     model = _model(arguments)
     budget: dict[str, Any] = dict(CHAT_BUDGET) if not isinstance(model, Path) else {}
     budget |= {name: value for name, value in flag_values(arguments, RolloutConfig).items() if name in BUDGET}
-    player = Player(
+    player = RolloutPlayer(
         model, validate(RolloutConfig, budget, "etude corpus rollouts").budget(), engine, sandbox_of(arguments)
     )
     sources = RolloutSources(arguments.sources, arguments.own, arguments.own_licence)

@@ -14,7 +14,7 @@ Imports harness, grading, tasks, sandbox, protocol and the rooms below; no torch
 
 # pyright: reportUnusedImport=false
 from etude.rollout.admission import groups_to_admit
-from etude.rollout.agreement import CHANGE_TOOLS, KINDS, AgreedPair, LeftOut, RepositoryTree, Target, agreed_pair
+from etude.rollout.agreement import CHANGE_TOOLS, KINDS, AgreedPair, ChangeTarget, LeftOut, RepositoryTree, agreed_pair
 from etude.rollout.concurrency import Concurrency, episode_concurrency
 from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.drift import BehaviourDrift, Shift

@@ -69,7 +69,7 @@ class LeftOut(Exception):
 
 
 @dataclass(frozen=True)
-class Target:
+class ChangeTarget:
     """A function that the first rollout changes, and the kind of change, a key of KINDS."""
 
     repository: str
@@ -163,7 +163,13 @@ def checked_request(answer: str, patch: LinePatch) -> str:
 
 
 async def agreed_pair(
-    target: Target, tree: RepositoryTree, sandbox: Sandbox, model: Model, budget: Budget, seed: int, threshold: float
+    target: ChangeTarget,
+    tree: RepositoryTree,
+    sandbox: Sandbox,
+    model: Model,
+    budget: Budget,
+    seed: int,
+    threshold: float,
 ) -> AgreedPair:
     """Two rollouts whose patches agree by at least `threshold`. Raises LeftOut, and the errors of `run_agent_loop`."""
     first = await _change(target.instruction, tree, sandbox, EpisodeSpec(_task("first"), model, budget, seed), "first")
@@ -208,15 +214,15 @@ async def _change(prompt: str, tree: RepositoryTree, sandbox: Sandbox, spec: Epi
     finally:
         await box.close()
     patch = await asyncio.to_thread(line_patch, tree.files, changes)
-    return PlayedChange([*opened, *_told(spec.model, ungraded)], patch)
+    return PlayedChange([*opened, *_turn_messages(spec.model, ungraded)], patch)
 
 
 async def _request(repository: str, patch: LinePatch, spec: EpisodeSpec) -> str:
     """The request for a patch, in one turn without tools."""
-    asked = _ASK.format(repository=repository, patch=patch.text)
+    prompt = _ASK.format(repository=repository, patch=patch.text)
 
     async def messages(_: str) -> list[dict[str, str]]:
-        return [{"role": "system", "content": _WRITER}, {"role": "user", "content": asked}]
+        return [{"role": "system", "content": _WRITER}, {"role": "user", "content": prompt}]
 
     no_box: Any = None  # there are no tools
     ungraded = await run_agent_loop(spec, Opening(Tools(no_box, spec.task), messages))
@@ -225,7 +231,7 @@ async def _request(repository: str, patch: LinePatch, spec: EpisodeSpec) -> str:
     return checked_request(ungraded.answer, patch)
 
 
-def _told(model: Model, ungraded: UngradedEpisode) -> list[dict[str, Any]]:
+def _turn_messages(model: Model, ungraded: UngradedEpisode) -> list[dict[str, Any]]:
     """The turns as messages, up to the last one of the assistant. A turn with a malformed call is context, not a
     target."""
     texts = [(turn.text, "") for turn in ungraded.turns]

@@ -235,7 +235,7 @@ def check_model(
 
 
 def served_as(model: Path | Remote) -> list[Any]:
-    """What tells a model from another one of the same name: the files of a folder, the options of an API."""
+    """The files of a folder, or the options of an API: they differ between models of one name."""
     if isinstance(model, Remote):
         return [model.chat.api, model.chat.temperature]
     files = ((path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file())

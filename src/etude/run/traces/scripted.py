@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import blake3
 
@@ -19,11 +16,10 @@ from etude.grading import open_sandbox
 from etude.records import CodeTask
 from etude.renderers import named
 from etude.rollout import TRACE_TOOLS, gold_edit, record_trace
+from etude.run.traces.partial import Progress, partial_rows
 from etude.sandbox import BoxError, Sandbox
 from etude.sandbox.egress import wheel_project
 from etude.tasks import Dataset, load_dataset
-
-Progress = Callable[[str, int, int], None]
 
 
 def write_traces(
@@ -65,34 +61,6 @@ def write_traces(
         runfolder.write(output, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
         partial.unlink()
     return len(rows), len(wanted)
-
-
-@contextmanager
-def partial_rows(output: Path, header: Mapping[str, Any], of: str) -> Iterator[Path]:
-    """The file OUTPUT.partial of lines with a name, held by this process alone; its first line is `header`, with an
-    empty name. Raises UserError if another process has it, or if it is of other settings, which `of` names."""
-    runfolder.make(output.parent)
-    partial = output.with_name(f"{output.name}.partial")
-    header = {"name": ""} | dict(header)
-    with _held(partial.with_name(f"{output.name}.lock")):
-        first = runfolder.read_jsonl(partial, texts=("name",))[:1]
-        if first and first[0] != header:
-            raise UserError(f"{partial} is of other {of}: remove it, or name another file with -o")
-        if not first:
-            runfolder.append_json(partial, header)
-        yield partial
-
-
-@contextmanager
-def _held(lock: Path) -> Iterator[None]:
-    """Holds the lock of an output file. Raises UserError if another process has it."""
-    with lock.open("w") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process writes {lock.with_suffix('')}: wait for its end") from None
-        yield
-        lock.unlink(missing_ok=True)
 
 
 async def _write(

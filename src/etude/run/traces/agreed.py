@@ -32,9 +32,9 @@ from etude.harness import Aborted, Model, Toolset
 from etude.protocol.backends import EngineError
 from etude.records import Budget
 from etude.renderers import Renderer, renderer_for
-from etude.rollout import CHANGE_TOOLS, KINDS, AgreedPair, LeftOut, RepositoryTree, Target, agreed_pair
+from etude.rollout import CHANGE_TOOLS, KINDS, AgreedPair, ChangeTarget, LeftOut, RepositoryTree, agreed_pair
 from etude.run.evaluate import Remote, check_model, opened_model, served_as
-from etude.run.traces import Progress, partial_rows
+from etude.run.traces.partial import Progress, partial_rows
 from etude.sandbox import BoxError, Image, Sandbox
 
 LOST = (BoxError, EngineError, Aborted, TimeoutError)  # of a model or a box: the try is played again
@@ -52,7 +52,7 @@ class RolloutSources:
 
 
 @dataclass(frozen=True)
-class Player:
+class RolloutPlayer:
     """The model that plays, its budget for each rollout, the engine that serves it if it is a folder, and its boxes."""
 
     model: Path | Remote
@@ -85,21 +85,21 @@ class AgreedReport:
 
 
 @dataclass(frozen=True)
-class _Repository:
+class _SourceTree:
     source: CorpusSource
     tree: RepositoryTree
     dates: Mapping[str, str]  # of the last changes of files
 
 
 @dataclass(frozen=True)
-class _Try:
+class _RolloutTry:
     name: str
-    repository: _Repository
-    target: Target
+    repository: _SourceTree
+    target: ChangeTarget
 
 
 def write_agreed_rollouts(
-    sources: RolloutSources, output: Path, options: AgreedRolloutsConfig, player: Player, progress: Progress
+    sources: RolloutSources, output: Path, options: AgreedRolloutsConfig, player: RolloutPlayer, progress: Progress
 ) -> AgreedReport:
     """Writes the rows of kept rollouts into `output`. OUTPUT.partial keeps the finished tries, so that the same command
     goes on after a stop. Raises UserError."""
@@ -121,7 +121,9 @@ def write_agreed_rollouts(
     return report
 
 
-def _header(repositories: Sequence[_Repository], options: AgreedRolloutsConfig, player: Player) -> dict[str, Any]:
+def _header(
+    repositories: Sequence[_SourceTree], options: AgreedRolloutsConfig, player: RolloutPlayer
+) -> dict[str, Any]:
     digest = blake3.blake3()
     for repository in repositories:
         texts = {path: blake3.blake3(data).hexdigest() for path, data in repository.tree.files.items()}
@@ -134,7 +136,7 @@ def _header(repositories: Sequence[_Repository], options: AgreedRolloutsConfig, 
     }
 
 
-def _finish(tries: Sequence[_Try], partial: Path, output: Path) -> AgreedReport:
+def _finish(tries: Sequence[_RolloutTry], partial: Path, output: Path) -> AgreedReport:
     """Writes the output in the order of the tries. Without a row the partial file stays, and UserError says why."""
     noted = {line["name"]: line for line in runfolder.read_jsonl(partial, texts=("name",))}
     lines = [noted[each.name] for each in tries]
@@ -156,7 +158,7 @@ def _renderer(model: Path) -> Renderer:
 # Tries ----------------------------------------------------------------------------------------------------------------
 
 
-def _opened(source: CorpusSource, folder: Path) -> _Repository:
+def _opened(source: CorpusSource, folder: Path) -> _SourceTree:
     """A source with its files in a folder, from which boxes are made. Credential files are not among them."""
     files: dict[str, bytes] = {}
     dates: dict[str, str] = {}
@@ -166,10 +168,10 @@ def _opened(source: CorpusSource, folder: Path) -> _Repository:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     folder.mkdir(exist_ok=True)
-    return _Repository(source, RepositoryTree(files, Image(folder, None, {})), dates)
+    return _SourceTree(source, RepositoryTree(files, Image(folder, None, {})), dates)
 
 
-def _tries(repositories: Sequence[_Repository], seed: int) -> Iterator[_Try]:
+def _tries(repositories: Sequence[_SourceTree], seed: int) -> Iterator[_RolloutTry]:
     """Every function of the repositories in a drawn order, then once more in another, and so on, without an end."""
     units = [
         (repository, unit)
@@ -183,12 +185,16 @@ def _tries(repositories: Sequence[_Repository], seed: int) -> Iterator[_Try]:
         rng = random.Random(f"{seed}/{number}")
         for repository, unit in rng.sample(units, len(units)):
             name = repository.source.name
-            target = Target(name, unit.path, unit.qualname, unit.first_line, unit.last_line, rng.choice([*KINDS]))
-            yield _Try(f"{name}:{unit.id}:{number}", repository, target)
+            target = ChangeTarget(name, unit.path, unit.qualname, unit.first_line, unit.last_line, rng.choice([*KINDS]))
+            yield _RolloutTry(f"{name}:{unit.id}:{number}", repository, target)
 
 
 async def _play(
-    tries: Sequence[_Try], partial: Path, options: AgreedRolloutsConfig, player: Player, progress: Progress
+    tries: Sequence[_RolloutTry],
+    partial: Path,
+    options: AgreedRolloutsConfig,
+    player: RolloutPlayer,
+    progress: Progress,
 ) -> None:
     """Appends the tries that are missing to `partial`: their rows, or the reason why there are none."""
     known = {line["name"] for line in runfolder.read_jsonl(partial, texts=("name",))}
@@ -222,7 +228,7 @@ async def _play(
 
 
 async def _line(
-    each: _Try, sandbox: Sandbox, model: Model, options: AgreedRolloutsConfig, player: Player
+    each: _RolloutTry, sandbox: Sandbox, model: Model, options: AgreedRolloutsConfig, player: RolloutPlayer
 ) -> dict[str, Any]:
     """The rows of a try, or the reason why there are none. What is lost is played once more. Raises one of LOST."""
     seed = int.from_bytes(blake3.blake3(f"{options.seed}/{each.name}".encode()).digest(8)) >> 1
@@ -245,7 +251,7 @@ async def _line(
     raise AssertionError
 
 
-def _row(each: _Try, pair: AgreedPair, which: int, model: str, seed: int) -> dict[str, Any]:
+def _row(each: _RolloutTry, pair: AgreedPair, which: int, model: str, seed: int) -> dict[str, Any]:
     source, target = each.repository.source, each.target
     origin = {
         "path": target.path,
