@@ -283,6 +283,17 @@ def test_without_a_row_nothing_is_written_and_the_tries_are_kept(library: Path) 
         write(library, Recorded(first=lambda _: [FINISH]))
     assert not (library.parent / "rows.jsonl").exists()
     assert len((library.parent / "rows.jsonl.partial").read_text().splitlines()) == 4
+    assert not (library.parent / "rows.jsonl.lock").exists()
+
+
+def test_more_tries_go_on_from_fewer(library: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Remote, "__str__", lambda _: "m")  # each server here has a port of its own
+    with pytest.raises(UserError, match="no pair of rollouts of 3 agrees"):
+        write(library, Recorded(first=lambda _: [FINISH]))
+    api = Recorded()
+    report, rows = write(library, api, tries=4)
+    assert (report.kept, report.tries, len(rows)) == (1, 4, 1)
+    assert len({name for _, name, _ in api.requests}) == 1, "three tries are not played again"
 
 
 @pytest.mark.parametrize(("words", "why"), [

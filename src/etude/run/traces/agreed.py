@@ -129,7 +129,7 @@ def _header(
         texts = {path: blake3.blake3(data).hexdigest() for path, data in repository.tree.files.items()}
         digest.update(msgspec.json.encode((repository.source.name, repository.source.licence, texts)))
     return {
-        "options": options.model_dump(mode="json", exclude={"workers"}),
+        "options": options.model_dump(mode="json", exclude={"workers", "tries"}),  # more tries go on from fewer
         "model": [str(player.model), *served_as(player.model)],
         "budget": msgspec.to_builtins(player.budget),
         "sources": digest.hexdigest(),
