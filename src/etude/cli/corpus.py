@@ -1,12 +1,13 @@
 """`etude corpus`: makes documents to train on of own code, packages and replay data (`build`), and conversations of
-agents' sessions and pull requests (`corpus_rows.py`); names the documents that a step was trained on (`trace`)."""
+agents' sessions and pull requests (`corpus_rows.py`) and of a model's rollouts (`corpus_rollouts.py`); names the
+documents that a step was trained on (`trace`)."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from etude.cli import corpus_rows, corpus_trace
+from etude.cli import corpus_rollouts, corpus_rows, corpus_trace
 from etude.cli.flags import add_flags, from_flags
 from etude.config import DocumentBuildConfig
 
@@ -25,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     build.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help=what)
     build.add_argument("--own", nargs="+", default=[], metavar="REPO", help="clones and folders that are yours")
     build.add_argument("--own-licence", default="own code", metavar="WORD", help="their licence, for the card")
-    rows = "conversations that are yours: files of `etude corpus sessions`, `pull-requests`, `etude tasks traces`"
+    rows = "conversations: files of `etude corpus sessions`, `pull-requests`, `rollouts`, `etude tasks traces`"
     build.add_argument("--conversations", nargs="+", default=[], metavar="FILE", help=rows)
     replay = "general data against forgetting: .jsonl of texts or conversations, .txt, .md, or folders of these"
     build.add_argument("--replay", nargs="+", default=[], metavar="PATH", help=replay)
@@ -34,6 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_flags(build, DocumentBuildConfig)
     corpus_rows.add_sessions(actions)
     corpus_rows.add_pull_requests(actions)
+    corpus_rollouts.add_to(actions)
     corpus_trace.add_to(actions)
 
 
@@ -44,6 +46,8 @@ def run(arguments: argparse.Namespace, _: list[str]) -> None:
             corpus_rows.run_sessions(arguments)
         case "pull-requests":
             corpus_rows.run_pull_requests(arguments)
+        case "rollouts":
+            corpus_rollouts.run_rollouts(arguments)
         case "trace":
             corpus_trace.trace(arguments)
         case _:

@@ -55,7 +55,7 @@ def run_sessions(arguments: argparse.Namespace) -> None:
     """Writes the rows, and prints a report. Raises UserError."""
     from etude.corpus.sessions import SessionReport, session_rows
 
-    output = _new(arguments.output)
+    output = new_rows_file(arguments.output)
     if not arguments.logs and arguments.live is None:
         raise UserError("there is nothing to read: name logs, or a live loop by --live")
     if not 0 <= arguments.held_out < 1:
@@ -68,7 +68,7 @@ def run_sessions(arguments: argparse.Namespace) -> None:
         drawn = int.from_bytes(blake3(name.encode()).digest(8)) / 2**64
         parts[drawn < arguments.held_out].append(row | {"source": row["origin"].get("harness") or "sessions"})
     if not parts[False]:
-        raise UserError(f"no row of these sessions can be learned from: {_reasons(report.refused, report.first)}")
+        raise UserError(f"no row of these sessions can be learned from: {reasons(report.refused, report.first)}")
     _write(output, parts)
     files = ", ".join(f"{count} of {kind}" for kind, count in sorted(report.files.items())) or "none"
     print(f"{report.rows:,} rows with {report.learned:,} messages to learn from; files: {files}.")
@@ -76,7 +76,7 @@ def run_sessions(arguments: argparse.Namespace) -> None:
     if report.secrets:
         print(f"{report.secrets.total():,} likely secrets were replaced; their messages are not learned from.")
     if report.refused:
-        print(f"left out: {_reasons(report.refused, report.first)}")
+        print(f"left out: {reasons(report.refused, report.first)}")
 
 
 def _of_live_loop(config: Path, report: SessionReport) -> list[AgentThread]:
@@ -94,7 +94,7 @@ def run_pull_requests(arguments: argparse.Namespace) -> None:
     from etude.code import clone_around, redacted, secret_in
     from etude.rollout import pull_request_rows, read_pull_requests
 
-    output = _new(arguments.output)
+    output = new_rows_file(arguments.output)
     after = _date(arguments.hold_out_after)
     clone = clone_around(arguments.repository)
     if clone is None:
@@ -118,11 +118,11 @@ def run_pull_requests(arguments: argparse.Namespace) -> None:
             origin = {"path": name, "licence": "own code", **row["origin"]}
             parts[after is not None and origin["date"] > after].append(row | {"source": name, "origin": origin})
     if not parts[False]:
-        raise UserError(f"no pull request of {arguments.repository} can be told as edits: {_reasons(left_out, {})}")
+        raise UserError(f"no pull request of {arguments.repository} can be told as edits: {reasons(left_out, {})}")
     _write(output, parts)
     print(f"{sum(map(len, parts.values())):,} of {len(requests):,} pull requests and commits are in {output}")
     if left_out:
-        print(f"left out: {_reasons(left_out, {})}")
+        print(f"left out: {reasons(left_out, {})}")
 
 
 def _date(text: str | None) -> str | None:
@@ -136,7 +136,8 @@ def _date(text: str | None) -> str | None:
         raise UserError(f"--hold-out-after {text}: give a date, e.g. 2026-09-30") from None
 
 
-def _new(output: Path) -> Path:
+def new_rows_file(output: Path) -> Path:
+    """The path of a file of rows to write. Raises UserError for another kind of file, or if it is there."""
     if output.suffix != ".jsonl":
         raise UserError(f"-o {output}: the rows are JSON lines, name a file that ends in .jsonl")
     for path in (output, _held_out(output)):
@@ -162,7 +163,8 @@ def _lines(rows: Iterable[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode("utf-8", "surrogatepass")
 
 
-def _reasons(counts: Counter[str], first: dict[str, str]) -> str:
+def reasons(counts: Counter[str], first: dict[str, str]) -> str:
+    """The most frequent reasons with their counts, and the first place of each if it is known."""
     shown: Sequence[str] = [
         f"{count:,} because {why}" + (f" (first: {first[why]})" if why in first else "")
         for why, count in counts.most_common(_NAMED)

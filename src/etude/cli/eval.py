@@ -189,7 +189,7 @@ def _measure_chat_apis(arguments: argparse.Namespace, engine: InferenceConfig) -
     models = _names(arguments)
     urls = [model for model in models if "://" in model]
     _check_tasks(arguments, urls)
-    key, names = _key(arguments), iter(arguments.names)
+    key, names = api_key(arguments), iter(arguments.names)
 
     def behind(url: str) -> Remote:
         return remote(ChatModel(url, next(names), arguments.api, arguments.temperature), key)
@@ -262,7 +262,7 @@ def _rendered(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _key(arguments: argparse.Namespace) -> str | None:
+def api_key(arguments: argparse.Namespace) -> str | None:
     """The key of the API from a file; None without one. Raises UserError."""
     if arguments.key_file is None:
         return None

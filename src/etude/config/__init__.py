@@ -40,6 +40,7 @@ from etude.config.sections import (
 )
 from etude.config.tasks import (
     MIN_DECIDED,
+    AgreedRolloutsConfig,
     BuildConfig,
     DocumentBuildConfig,
     EditTableConfig,

@@ -152,6 +152,16 @@ class TracesConfig(Section):
     workers: int = option(2, "boxes at a time", ge=1)
 
 
+class AgreedRolloutsConfig(Section):
+    """The flags of `etude corpus rollouts`, which keeps a model's rollouts on a repository where two agree."""
+
+    seed: int = option(1, "seed of every draw")
+    tries: int = option(100, "functions to change: a pair of rollouts each", ge=1)
+    agreement: float = option(0.5, "share of the first patch's changed lines that the second must have", gt=0, le=1)
+    first: bool = option(False, "make rows of the first rollouts of kept pairs, too")
+    workers: int = option(2, "tries at a time", ge=1)
+
+
 class DocumentBuildConfig(Section):
     """The flags of `etude corpus build`, which makes documents of repositories, packages and replay data."""
 

@@ -6,6 +6,7 @@
     rewards, group_audit                 the reward of an episode, and the audit of a complete group
     probes, engines, stall, drift        checks of engines, of progress and of behaviour while a run goes on
     journal, journal_seams               an episode goes on after a kill: its tokens, and the results of its commands
+    traces, pull_requests, agreement     conversations to learn from: of answers, of pull requests, of agreeing rollouts
     replay                               a recorded episode played again, token by token
 
 Imports harness, grading, tasks, sandbox, protocol and the rooms below; no torch.
@@ -13,6 +14,7 @@ Imports harness, grading, tasks, sandbox, protocol and the rooms below; no torch
 
 # pyright: reportUnusedImport=false
 from etude.rollout.admission import groups_to_admit
+from etude.rollout.agreement import CHANGE_TOOLS, KINDS, AgreedPair, ChangeTarget, LeftOut, RepositoryTree, agreed_pair
 from etude.rollout.concurrency import Concurrency, episode_concurrency
 from etude.rollout.curriculum import Curriculum, MixedCurriculum
 from etude.rollout.drift import BehaviourDrift, Shift

@@ -31,7 +31,7 @@ from etude.records import Task, ToolCall
 from etude.renderers import Tool
 from etude.sandbox import BoxError, ExecResult, NotFound, NotRegular, TestReport
 
-_SYSTEM = (
+REQUEST_SYSTEM = (
     "You are a coding agent. You work in a repository with the tools you are given; paths are relative to its root. "
     "Find the places that the request is about, change the code with `edit`, and call `finish` when you are done."
 )
@@ -300,7 +300,7 @@ class _RequestTurns:
     def __init__(self, tools: FullTools, text: str) -> None:
         self.tools, self.request = tools, text
         self.messages: list[dict[str, Any]] = [
-            {"role": "system", "content": _SYSTEM},
+            {"role": "system", "content": REQUEST_SYSTEM},
             {"role": "user", "content": text},
         ]
 

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ from etude.dashboard import CLOCKED, LiveView
 from etude.errors import UserError
 from etude.evals import EvalResult, compare, evaluate, readiness_of
 from etude.grading import open_sandbox
-from etude.harness import ChatAPI, EngineModel, Toolset, check_context, import_tools
+from etude.harness import ChatAPI, EngineModel, Model, Toolset, check_context, import_tools
 from etude.protocol.backends import ChatClient, ChatModel, EngineClient, check_reachable
 from etude.records import Budget, Episode, decode, encode
 from etude.renderers import Renderer, load_tokenizer, named, renderer_for, say_dropped
@@ -185,8 +185,6 @@ def measure_models(
     models: Sequence[Path | Remote], measurement: Measurement, inference: EngineConfig
 ) -> list[EvalResult]:
     """Plays the tasks with each model, one model after the other. Raises UserError."""
-    from etude.models import check_device, check_folder
-
     toolset = measurement.toolset()
     parts = measurement.parts()
     taskset = mix(parts, [1.0] * len(parts))
@@ -201,16 +199,9 @@ def measure_models(
         if part.dataset is not None:
             part.dataset.check_boxes(measurement.boxes)
     for model in models:
-        if isinstance(model, Path):
-            check_device(inference.device, "device")
-            check_folder(model)
-            load_tokenizer(model)
-            renderer = measurement.renderer(model)
-            say_dropped(renderer)
-            check_context(renderer, toolset, measurement.budget.context)
+        renderer = check_model(model, inference, measurement.renderer, toolset, measurement.budget.context)
+        if renderer is not None:
             check_playable(parts, renderer, measurement.boxes)
-        else:
-            check_reachable(model.chat)
     journals = [_open_journal(measurement, model, taskset, number) for number, model in enumerate(models)]
     with LiveView("eval", [_label(m) for m in models], console=Console(stderr=True)) as view:
         results = []
@@ -218,6 +209,37 @@ def measure_models(
             view.stage(_label(model))
             results.append(asyncio.run(_measure(model, taskset, view, inference, measurement, journal)))
     return results
+
+
+def check_model(
+    model: Path | Remote,
+    inference: EngineConfig,
+    rendered: Callable[[Path], Renderer],
+    toolset: Toolset,
+    context: int,
+) -> Renderer | None:
+    """The renderer of a folder that can be served and play with these tools in such a context; None for a chat API that
+    answers. Raises UserError."""
+    from etude.models import check_device, check_folder
+
+    if isinstance(model, Remote):
+        check_reachable(model.chat)
+        return None
+    check_device(inference.device, "device")
+    check_folder(model)
+    load_tokenizer(model)
+    renderer = rendered(model)
+    say_dropped(renderer)
+    check_context(renderer, toolset, context)
+    return renderer
+
+
+def served_as(model: Path | Remote) -> list[Any]:
+    """The files of a folder, or the options of an API: they differ between models of one name."""
+    if isinstance(model, Remote):
+        return [model.chat.api, model.chat.temperature]
+    files = ((path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file())
+    return [[name, status.st_size, status.st_mtime_ns] for name, status in files]
 
 
 def _label(model: Path | Remote) -> str:
@@ -274,11 +296,6 @@ def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Tasks
     folder = measurement.output / f"model-{number}"
     runfolder.make(folder)
     digests = [part.digest or part.name for part in taskset.parts]
-    if isinstance(model, Remote):
-        served = [model.chat.api, model.chat.temperature]
-    else:  # other weights in the same folder are another model
-        files = ((path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file())
-        served = [[name, status.st_size, status.st_mtime_ns] for name, status in files]
     settings = {
         "model": str(model),
         "suites": digests,
@@ -292,7 +309,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Tasks
             *measurement.tools,
             *measurement.custom_tools,
         ],
-        "served": served,
+        "served": served_as(model),
         "sandbox": None if measurement.boxes is None else measurement.boxes.model_dump(mode="json"),
     }
     path, text = folder / "measurement.json", json.dumps(settings, indent=1).encode()
@@ -334,14 +351,23 @@ async def _measure(
 async def _context(
     model: Path | Remote, taskset: Taskset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
 ) -> AsyncIterator[RolloutContext]:
-    """The common settings of one model's episodes; an engine serves a model folder until its measurement ends."""
+    """The common settings of one model's episodes."""
     budget, toolset = measurement.budget, measurement.toolset()
+    async with opened_model(model, inference, measurement.renderer, budget.context) as opened:
+        yield RolloutContext(taskset, sandbox, opened, budget, toolset=toolset)
+
+
+@asynccontextmanager
+async def opened_model(
+    model: Path | Remote, inference: EngineConfig, rendered: Callable[[Path], Renderer], context: int
+) -> AsyncIterator[Model]:
+    """A model that can play; an engine serves a folder, with sequences of at most `context` tokens, until the end."""
     if isinstance(model, Remote):
         async with ChatClient(model.chat, model.key) as client:
-            yield RolloutContext(taskset, sandbox, ChatAPI(client), budget, toolset=toolset)
+            yield ChatAPI(client)
         return
     shared = inference.model_dump(include=set(EngineConfig.model_fields))
-    serving = ServerConfig(**shared, model=str(model), port=0, max_model_len=budget.context)
+    serving = ServerConfig(**shared, model=str(model), port=0, max_model_len=context)
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as folder:
         logs = Path(folder)
         token = engine_token()
@@ -349,7 +375,6 @@ async def _context(
         try:
             url = await asyncio.to_thread(engine_url, engine, logs)
             async with EngineClient([url], token) as client:
-                served = EngineModel(client, measurement.renderer(model), sampling_of(RolloutConfig()))
-                yield RolloutContext(taskset, sandbox, served, budget, toolset=toolset)
+                yield EngineModel(client, rendered(model), sampling_of(RolloutConfig()))
         finally:
             engine.stop(10)

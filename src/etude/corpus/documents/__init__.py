@@ -20,3 +20,5 @@ Another source of rows is a branch in `sources` and `read` that yields documents
 """
 
 from etude.corpus.documents.build import build_documents
+from etude.corpus.documents.sources import contents, corpus_sources, listed
+from etude.corpus.documents.structs import CorpusSource

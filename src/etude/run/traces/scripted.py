@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import blake3
@@ -18,11 +16,10 @@ from etude.grading import open_sandbox
 from etude.records import CodeTask
 from etude.renderers import named
 from etude.rollout import TRACE_TOOLS, gold_edit, record_trace
+from etude.run.traces.partial import Progress, partial_rows
 from etude.sandbox import BoxError, Sandbox
 from etude.sandbox.egress import wheel_project
 from etude.tasks import Dataset, load_dataset
-
-Progress = Callable[[str, int, int], None]
 
 
 def write_traces(
@@ -51,16 +48,9 @@ def write_traces(
     }
     if not wanted:
         raise UserError(f"no training task of {', '.join(map(str, datasets))} has an answer that can be told")
-    runfolder.make(output.parent)
-    partial = output.with_name(f"{output.name}.partial")
-    header = {"name": "", "options": options.model_dump(mode="json", exclude={"workers"})}
+    header = {"options": options.model_dump(mode="json", exclude={"workers"})}
     header |= {"datasets": [dataset.manifest.digests.get("dataset.json", "") for dataset in sources]}
-    with _held(partial.with_name(f"{output.name}.lock")):
-        first = runfolder.read_jsonl(partial, texts=("name",))[:1]
-        if first and first[0] != header:
-            raise UserError(f"{partial} is of other options or datasets: remove it, or name another file with -o")
-        if not first:
-            runfolder.append_json(partial, header)
+    with partial_rows(output, header, "options or datasets") as partial:
         try:
             asyncio.run(_write(wanted, partial, options, progress, boxes))
         except ExceptionGroup as failures:
@@ -71,18 +61,6 @@ def write_traces(
         runfolder.write(output, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
         partial.unlink()
     return len(rows), len(wanted)
-
-
-@contextmanager
-def _held(lock: Path) -> Iterator[None]:
-    """Holds the lock of an output file. Raises UserError if another process has it."""
-    with lock.open("w") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another process writes {lock.with_suffix('')}: wait for its end") from None
-        yield
-        lock.unlink(missing_ok=True)
 
 
 async def _write(
