@@ -16,12 +16,13 @@ from typing import Any
 
 import blake3
 
-from etude.code import redacted, secret_in
+from etude.code import redacted_json, secret_in_json
 from etude.corpus.sessions import claude_code, codex, pi
 from etude.corpus.sessions.request_logs import RequestLog
 from etude.corpus.sessions.thread import AgentThread, Row, learned, readable, thread_rows
 from etude.errors import UserError
 from etude.protocol.apis import RequestRefused, as_refusal, read, tools_of
+from etude.renderers import printable_json
 
 _AGENTS = {"claude-code": claude_code, "codex": codex, "pi": pi}
 _HEAD = 20  # lines in which the format of a file shows
@@ -68,7 +69,7 @@ def session_rows(
     for row in thread_rows(every()):
         yield from _without_secrets(row, report)
     for row in whole:
-        if secret_in(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")) is not None:
+        if secret_in_json(row) is not None:
             report.refuse(row["origin"]["path"], "a trajectory with tokens holds a likely secret")
             continue
         report.rows += 1
@@ -150,7 +151,8 @@ def _of_agent(
 
 
 def _placed(thread: AgentThread, place: str) -> AgentThread:
-    return replace(thread, origin={"path": place, **thread.origin})
+    origin: Any = printable_json({"path": place, **thread.origin})
+    return replace(thread, origin=origin)
 
 
 def _of_line(
@@ -163,7 +165,7 @@ def _of_line(
         if models and not _wanted(model, models):
             raise ValueError("it is of a model that --model leaves out")
         digest = blake3.blake3(json.dumps(line, sort_keys=True).encode()).hexdigest()[:32]
-        keep({**line, "id": digest, "origin": {"path": place, "harness": "atif", "model": model}})
+        keep({**line, "id": digest, "origin": printable_json({"path": place, "harness": "atif", "model": model})})
         return "atif", []
     if "messages" in line and "request" not in line:
         messages = read("chat", line)
@@ -180,10 +182,10 @@ def _without_secrets(row: Row, report: SessionReport) -> Iterator[Row]:
     counts: Counter[str] = Counter()
     messages: list[dict[str, Any]] = []
     for message in row["messages"]:
-        shown, replaced = _replaced(message)
+        shown, replaced = redacted_json(message)
         counts += replaced
         messages.append(shown | {"weight": 0} if replaced and "weight" in shown else shown)
-    tools, replaced = _replaced(row.get("tools", []))
+    tools, replaced = redacted_json(row.get("tools", []))
     counts += replaced
     report.secrets += counts
     count = sum(map(learned, messages))
@@ -191,26 +193,9 @@ def _without_secrets(row: Row, report: SessionReport) -> Iterator[Row]:
         report.refuse(row["origin"]["path"], f"it holds more than {_MAX_SECRETS} likely secrets")
     elif not count:
         report.refuse(row["origin"]["path"], "no message in it is known to be the model's, whole and without secrets")
-    elif (
-        rule := secret_in(json.dumps([messages, tools], ensure_ascii=False).encode("utf-8", "surrogatepass"))
-    ) is not None:
+    elif (rule := secret_in_json([messages, tools, row["origin"]])) is not None:
         report.refuse(row["origin"]["path"], f"it holds a likely secret that cannot be cut out ({rule})")
     else:
         report.rows += 1
         report.learned += count
         yield row | {"messages": messages} | ({"tools": tools} if tools else {})
-
-
-def _replaced(value: Any) -> tuple[Any, Counter[str]]:
-    """A JSON value whose texts hold the names of rules in place of secrets, and the count by rule."""
-    counts: Counter[str] = Counter()
-    if isinstance(value, str):
-        text, counts = redacted(value)
-        return text, counts
-    if isinstance(value, dict):
-        parts = {key: _replaced(item) for key, item in value.items()}
-        return {key: part for key, (part, _) in parts.items()}, sum((c for _, c in parts.values()), counts)
-    if isinstance(value, list):
-        items = [_replaced(item) for item in value]
-        return [item for item, _ in items], sum((c for _, c in items), counts)
-    return value, counts
