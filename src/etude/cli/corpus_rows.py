@@ -65,7 +65,7 @@ def run_sessions(arguments: argparse.Namespace) -> None:
     parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for row in session_rows(arguments.logs, report, arguments.model, threads):
         name = str(row["origin"].get("session") or row["origin"]["path"])
-        drawn = int.from_bytes(blake3(name.encode()).digest(8)) / 2**64
+        drawn = int.from_bytes(blake3(name.encode("utf-8", "surrogatepass")).digest(8)) / 2**64
         parts[drawn < arguments.held_out].append(row | {"source": row["origin"].get("harness") or "sessions"})
     if not parts[False]:
         raise UserError(f"no row of these sessions can be learned from: {_reasons(report.refused, report.first)}")

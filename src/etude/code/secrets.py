@@ -112,12 +112,17 @@ def redacted(text: str, path: str = "") -> tuple[str, Counter[str]]:
 def secret_in_json(value: Any, path: str = "") -> str | None:
     """The rule of a likely secret in a JSON value: where keys stand beside values, in one of its texts, or in the texts
     of JSON within a text, such as a call's arguments, whose escapes hide secrets."""
-    return secret_in(b"\n".join(_texts(value)), path)
+    try:
+        return secret_in(b"\n".join(_texts(value)), path)
+    except RecursionError:
+        return UNREADABLE
 
 
 def redacted_json(value: Any, path: str = "") -> tuple[Any, Counter[str]]:
     """The JSON value with `<RULE>` in place of each likely secret in its texts, as `secret_in_json` reads them, and
     their number by rule. Raises RecursionError for a value that is nested too deeply."""
+    if isinstance(value, dict | list) and secret_in_json(value, path) is None:
+        return value, Counter[str]()
     if isinstance(value, str):
         within = _within(value)
         clean, counts = (within, Counter[str]()) if within is None else redacted_json(within, path)

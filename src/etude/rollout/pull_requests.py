@@ -114,7 +114,11 @@ def _archive(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[int, tuple[R
     """Pull requests by number and by commit, and reviews by number, from REST answers of GitHub, Gitea or GitLab."""
     pulls: dict[str, dict[str, Any]] = {}
     comments: dict[int, list[tuple[str, str, str]]] = defaultdict(list)
-    files = sorted(file for kind in ("*.json", "*.jsonl") for file in folder.rglob(kind)) if folder.is_dir() else []
+    files = (
+        sorted(file for kind in ("*.json", "*.jsonl") for file in folder.rglob(kind) if file.is_file())
+        if folder.is_dir()
+        else []
+    )
     if not files:
         raise UserError(f"{folder} is no folder with the forge's answers: save its pulls, comments and reviews as JSON")
     for entry in chain.from_iterable(map(_objects, files)):

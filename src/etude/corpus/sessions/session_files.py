@@ -26,6 +26,7 @@ from etude.renderers import printable_json
 
 _AGENTS = {"claude-code": claude_code, "codex": codex, "pi": pi}
 _HEAD = 20  # lines in which the format of a file shows
+_MAX_DEPTH = 100
 _MAX_SECRETS = 5  # in a row; a row with more is refused
 
 
@@ -130,10 +131,27 @@ def _lines(path: Path, report: SessionReport) -> Iterator[tuple[str, dict[str, A
                 report.refuse(place, "it is not JSON")
                 continue
             for entry in value if isinstance(value, list) and not number else [value]:
-                if isinstance(entry, dict):
-                    yield place, entry
-                else:
+                if not isinstance(entry, dict):
                     report.refuse(place, "it is not a JSON object")
+                elif not _flat(entry):
+                    report.refuse(place, f"it is nested more than {_MAX_DEPTH} deep")
+                else:
+                    shown: Any = printable_json(entry)  # no file may hold half of a surrogate pair
+                    yield place, shown
+
+
+def _flat(value: Any) -> bool:
+    """Whether a JSON value is nested no deeper than what follows can read."""
+    depth, level = 0, [value]
+    while level and depth <= _MAX_DEPTH:
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+        depth += 1
+    return not level
 
 
 def _of_agent(
@@ -179,14 +197,11 @@ def _of_line(
 
 def _without_secrets(row: Row, report: SessionReport) -> Iterator[Row]:
     """The row with secrets replaced, or nothing: for a row of many secrets, or one without a message to learn."""
-    counts: Counter[str] = Counter()
-    messages: list[dict[str, Any]] = []
-    for message in row["messages"]:
-        shown, replaced = redacted_json(message)
-        counts += replaced
-        messages.append(shown | {"weight": 0} if replaced and "weight" in shown else shown)
-    tools, replaced = redacted_json(row.get("tools", []))
-    counts += replaced
+    try:
+        (messages, tools), counts = _replaced(row["messages"], row.get("tools", []))
+    except RecursionError:
+        report.refuse(row["origin"]["path"], "it is nested too deeply")
+        return
     report.secrets += counts
     count = sum(map(learned, messages))
     if counts.total() > _MAX_SECRETS:
@@ -199,3 +214,17 @@ def _without_secrets(row: Row, report: SessionReport) -> Iterator[Row]:
         report.rows += 1
         report.learned += count
         yield row | {"messages": messages} | ({"tools": tools} if tools else {})
+
+
+def _replaced(messages: list[Any], tools: list[Any]) -> tuple[tuple[list[Any], list[Any]], Counter[str]]:
+    """Messages and tools without secrets, and the count by rule. What the model said with one has the weight 0."""
+    counts: Counter[str] = Counter()
+    if secret_in_json([messages, tools]) is None:
+        return (messages, tools), counts
+    clean: list[Any] = []
+    for message in messages:
+        shown, replaced = redacted_json(message)
+        counts += replaced
+        clean.append(shown | {"weight": 0} if replaced and "weight" in shown else shown)
+    tools, replaced = redacted_json(tools)
+    return (clean, tools), counts + replaced
