@@ -119,7 +119,11 @@ def _files(path: Path) -> list[Path]:
 
 def _lines(path: Path, report: SessionReport) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON objects of a file, each with its place: lines of a .jsonl, otherwise all of it, or each of a list."""
-    with path.open("rb") as file:
+    try:
+        opened = path.open("rb")
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
+    with opened as file:
         sources = enumerate(file, 1) if path.suffix == ".jsonl" else [(0, file.read())]
         for number, source in sources:
             place = f"{path.name}:{number}" if number else path.name
