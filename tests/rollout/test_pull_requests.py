@@ -168,3 +168,76 @@ def test_an_archive_that_is_none_is_refused(history: History, tmp_path: Path) ->
     (tmp_path / "archive/pulls.json").write_text("<html>")
     with pytest.raises(UserError, match="is not JSON"):
         history.rows(tmp_path / "archive")
+
+
+# Hostile clones and archives ------------------------------------------------------------------------------------------
+
+
+def test_no_message_of_a_commit_breaks_the_log(tmp_path: Path) -> None:
+    history = History(tmp_path / "clone")
+    base = history.git("rev-parse", "HEAD")
+    forged = f"Mend it\x1e--help\x1f{base}\x1f2026-01-01\x1fforged (#{'9' * 5000})"
+    history.commit(forged, {"pkg/parts.py": CODE + "one = 1\n"})
+    clone = clone_around(history.root)
+    assert clone is not None
+    (request,) = read_pull_requests(clone)
+    assert (request.number, request.base, request.head) == (0, base, history.git("rev-parse", "HEAD"))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"merge_commit_sha": ["x"], "number": "x", "title": 5},
+        {"merge_commit_sha": "x", "number": {}, "iid": []},
+        {"pull_request_url": "https://forge.example/pulls/none", "body": "x"},
+        {"pull_request_url": 5, "body": ["x"]},
+        {"merge_commit_sha": None, "number": 10**30},
+    ],
+)
+def test_wrong_types_of_an_archive_are_passed_over(tmp_path: Path, entry: dict[str, Any]) -> None:
+    history = History(tmp_path / "clone")
+    history.commit("Mend it (#7)", {"pkg/parts.py": CODE + "one = 1\n"})
+    clone = clone_around(history.root)
+    assert clone is not None
+    (tmp_path / "forge" / "folder.json").mkdir(parents=True)
+    pull = {"merge_commit_sha": None, "number": 7, "title": "\ud800 is mended"}
+    (tmp_path / "forge" / "pulls.json").write_text(json.dumps([entry, pull]))
+    (request,) = read_pull_requests(clone, tmp_path / "forge")
+    assert (request.number, request.title) == (7, "? is mended")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{"])
+def test_an_archive_that_is_not_json_is_named(tmp_path: Path, text: str) -> None:
+    clone = clone_around(History(tmp_path / "clone").root)
+    assert clone is not None
+    (tmp_path / "pulls.json").write_text(text)
+    with pytest.raises(UserError, match=r"pulls.json is not JSON"):
+        read_pull_requests(clone, tmp_path)
+
+
+def test_files_of_equal_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+    history = History(tmp_path / "clone")
+    history.commit("Fill it", {"pkg/blank.py": "\n" * 100_000})
+    history.commit("Mend it", {"pkg/blank.py": "x\n" + "\n" * 99_999 + "y\n" + "\n" * 3})
+    history.commit("Middle", {"pkg/blank.py": "x\n" + "\n" * 50_000 + "z\n" + "\n" * 49_998 + "y\n" + "\n" * 3})
+    clone = clone_around(history.root)
+    assert clone is not None
+    left_out: Counter[str] = Counter()
+    assert not list(pull_request_rows(clone, read_pull_requests(clone), left_out))
+    assert left_out == {
+        "it adds files of more than 240 lines": 1,
+        "its files have too many equal lines to compare": 1,
+        "it has hunks of more than 240 lines": 1,
+    }
+
+
+def test_a_box_lists_its_files_as_folders() -> None:
+    files = ["a.py", "a/b/c.py", "a/b.py", "a0", "a/b/c/d.py", "a-b/x", "é/ü.py", "a/b 0"]
+    box = TreeBox(dict.fromkeys(files, b""))
+    every = {"a": ["b 0", "b.py", "b/"], "a/b/": ["c.py", "c/"], "é": ["ü.py"]}
+    for path, names in every.items():
+        assert asyncio.run(box.list(path)) == names
+    assert asyncio.run(box.list("")) == ["a-b/", "a.py", "a/", "a0", "é/"]
+    asyncio.run(box.write("a/new.py", b""))
+    asyncio.run(box.delete("a/b.py"))
+    assert asyncio.run(box.list("a")) == ["b 0", "b/", "new.py"]

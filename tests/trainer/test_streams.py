@@ -245,6 +245,8 @@ def test_wrong_sources_are_named(model: Path, tmp_path: Path) -> None:
         ({"sources": [{"path": other}], "epochs": 2}, "its own epochs"),
         ({"sources": [{"path": other}, {"path": other}]}, "a path twice"),
         ({"sources": [{"path": corpus, "weights": {"own": -1}}]}, "must not be negative"),
+        ({"sources": [{"path": corpus, "weights": {"own": float("inf"), "replay": 1}}]}, "finite number"),
+        ({"sources": [{"path": other, "weight": float("inf")}]}, "finite number"),
     ):
         with pytest.raises(ValueError, match=why):
             stream(model, wrong)

@@ -65,7 +65,7 @@ def run_sessions(arguments: argparse.Namespace) -> None:
     parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for row in session_rows(arguments.logs, report, arguments.model, threads):
         name = str(row["origin"].get("session") or row["origin"]["path"])
-        drawn = int.from_bytes(blake3(name.encode()).digest(8)) / 2**64
+        drawn = int.from_bytes(blake3(name.encode("utf-8", "surrogatepass")).digest(8)) / 2**64
         parts[drawn < arguments.held_out].append(row | {"source": row["origin"].get("harness") or "sessions"})
     if not parts[False]:
         raise UserError(f"no row of these sessions can be learned from: {reasons(report.refused, report.first)}")
@@ -91,7 +91,7 @@ def _of_live_loop(config: Path, report: SessionReport) -> list[AgentThread]:
 def run_pull_requests(arguments: argparse.Namespace) -> None:
     """Writes the rows, and prints how many pull requests could not be told. Raises UserError."""
     from etude.cli.progress import bar
-    from etude.code import clone_around, redacted, secret_in
+    from etude.code import clone_around, secret_in_json
     from etude.rollout import pull_request_rows, read_pull_requests
 
     output = new_rows_file(arguments.output)
@@ -111,8 +111,7 @@ def run_pull_requests(arguments: argparse.Namespace) -> None:
                 yield request
 
         for row in pull_request_rows(clone, each(), left_out, seed=arguments.seed):
-            text = json.dumps(row["messages"], ensure_ascii=False)
-            if redacted(text)[1] or secret_in(text.encode("utf-8", "surrogatepass")) is not None:
+            if secret_in_json(row["messages"]) is not None:
                 left_out["it holds a likely secret"] += 1
                 continue
             origin = {"path": name, "licence": "own code", **row["origin"]}

@@ -126,9 +126,16 @@ class Clone:
         """Files and submodules of the index, with names as in `tree`."""
         return _entries(self.demand("ls-files", "-z", "-s"), 1)
 
-    def contents(self, ids: Iterable[str]) -> dict[str, bytes]:
-        """Objects by id. Raises UserError if one is missing."""
+    def contents(self, ids: Iterable[str], longest: int | None = None) -> dict[str, bytes]:
+        """Objects by id, without those of more than `longest` bytes. Raises UserError if one is missing."""
         wanted = list(dict.fromkeys(ids))
+        if longest is not None and wanted:
+            listed = "".join(f"{one}\n" for one in wanted).encode()
+            sizes = self.demand("cat-file", "--batch-check=%(objectsize)", stdin=listed).decode().split("\n")
+            for one, size in zip(wanted, sizes, strict=False):
+                if not size.isdecimal():
+                    raise self._lacking(f"no object {one}")
+            wanted = [one for one, size in zip(wanted, sizes, strict=False) if int(size) <= longest]
         out = (
             self.demand("cat-file", "--batch", stdin="".join(f"{one}\n" for one in wanted).encode()) if wanted else b""
         )

@@ -7,6 +7,7 @@ entropy, and no allowlist names it. Expressions see windows around keywords, so 
 
 import base64
 import binascii
+import json
 import math
 import re
 import time
@@ -106,6 +107,57 @@ def redacted(text: str, path: str = "") -> tuple[str, Counter[str]]:
             counts[match.rule] += 1
         end = max(end, match.end)
     return b"".join([*parts, data[end:]]).decode("utf-8", "surrogatepass"), counts
+
+
+def secret_in_json(value: Any, path: str = "") -> str | None:
+    """The rule of a likely secret in a JSON value: where keys stand beside values, in one of its texts, or in the texts
+    of JSON within a text, such as a call's arguments, whose escapes hide secrets."""
+    try:
+        return secret_in(b"\n".join(_texts(value)), path)
+    except RecursionError:
+        return UNREADABLE
+
+
+def redacted_json(value: Any, path: str = "") -> tuple[Any, Counter[str]]:
+    """The JSON value with `<RULE>` in place of each likely secret in its texts, as `secret_in_json` reads them, and
+    their number by rule. Raises RecursionError for a value that is nested too deeply."""
+    if isinstance(value, dict | list) and secret_in_json(value, path) is None:
+        return value, Counter[str]()
+    if isinstance(value, str):
+        within = _within(value)
+        clean, counts = (within, Counter[str]()) if within is None else redacted_json(within, path)
+        text, more = redacted(json.dumps(clean, ensure_ascii=False) if counts else value, path)
+        return text, counts + more
+    if isinstance(value, dict):
+        pairs = [(redacted(key, path), redacted_json(each, path)) for key, each in value.items()]
+        return {key: each for (key, _), (each, _) in pairs}, sum((a + b for (_, a), (_, b) in pairs), Counter[str]())
+    if isinstance(value, list):
+        items = [redacted_json(each, path) for each in value]
+        return [each for each, _ in items], sum((counts for _, counts in items), Counter[str]())
+    return value, Counter[str]()
+
+
+def _texts(value: Any) -> Iterator[bytes]:
+    left = [value]
+    if isinstance(value, dict | list):
+        yield json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value.encode("utf-8", "surrogatepass")
+            left.append(_within(value))
+        elif isinstance(value, dict | list | tuple):
+            left += [*value, *value.values()] if isinstance(value, dict) else value
+
+
+def _within(text: str) -> Any:
+    """The value of a text of JSON; None for other texts."""
+    if not text.lstrip().startswith(("{", "[")):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def credential_name(path: str) -> str | None:

@@ -29,7 +29,7 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run, and of its folder
 class Section(BaseModel):
     """A table of the configuration. Frozen; unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def option(default: Any, text: str, **limits: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.code import secret_in
+from etude.code import secret_in_json
 from etude.corpus.packing import Encoded
 from etude.errors import UserError
 from etude.protocol.apis import RequestRefused, arranged, as_refusal, read, tools_of
@@ -103,7 +103,7 @@ def read_row(name: str, source: str | bytes, encoders: RowEncoders) -> Iterator[
     except (ValueError, RecursionError) as e:
         yield RefusedRow(name, f"not JSON: {e}")
         return
-    if (rule := _secret(source, row)) is not None:
+    if (rule := secret_in_json(row)) is not None:
         yield RefusedRow(name, f"it holds a likely secret ({rule})")
         return
     try:
@@ -118,18 +118,6 @@ def read_row(name: str, source: str | bytes, encoders: RowEncoders) -> Iterator[
 def _named(row: Mapping[str, Any], key: str) -> str:
     value = row.get(key)
     return value if isinstance(value, str) else ""
-
-
-def _secret(source: str | bytes, row: Any) -> str | None:
-    """The rule of a likely secret in a row: in its JSON, where keys stand beside values, or in one of its texts."""
-    texts, left = [source.encode() if isinstance(source, str) else source], [row]
-    while left:
-        value = left.pop()
-        if isinstance(value, str):
-            texts.append(value.encode("utf-8", "surrogatepass"))
-        elif isinstance(value, dict | list):
-            left += [*value, *value.values()] if isinstance(value, dict) else value
-    return secret_in(b"\n".join(texts))
 
 
 def is_corpus(path: Path) -> bool:

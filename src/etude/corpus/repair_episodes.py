@@ -62,9 +62,9 @@ class BrokenFunction:
     edit: StringEdit
 
 
-def edit_between(before: str, after: str) -> StringEdit:
+def edit_between(before: str, after: str, most: int | None = None) -> StringEdit:
     """The smallest whole-line edit that turns `before` into `after`, grown to neighbours until it is unique. Raises
-    ValueError when the texts are equal."""
+    ValueError when the texts are equal, or a side would have more than `most` line breaks."""
     if before == after:
         raise ValueError("the two texts are equal; there is no edit")
     a, b = before.split("\n"), after.split("\n")
@@ -75,6 +75,8 @@ def edit_between(before: str, after: str) -> StringEdit:
     start, end_a, end_b = head, len(a) - tail, len(b) - tail
     grow_down = True
     while True:
+        if most is not None and max(end_a, end_b) - start > most + 1:
+            raise ValueError(f"the edit has more than {most} lines")
         old, new = "\n".join(a[start:end_a]), "\n".join(b[start:end_b])
         # An empty side would leave an empty line behind, and a side of blank lines alone is seldom unique.
         if old.strip() and end_b > start and occurrences(before, old) == 1:

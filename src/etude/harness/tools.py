@@ -41,6 +41,7 @@ class Tools:
         self.metrics: Counter[str] = Counter()
         self.visible_passed: bool | None = None
         self.deadline = math.inf  # on the monotonic clock; commands end by then
+        self.grep_seconds = GREP_SECONDS
         self.seed = 0  # of the episode: what tools draw is drawn again when the episode is played again
         self.room = math.inf  # tokens that the context has left for results and further turns
         self.read_only = READ_ONLY
@@ -152,7 +153,7 @@ class Tools:
     async def _grep(self, pattern: str, roots: Sequence[str], ignore_case: bool, limit: int) -> tuple[list[str], bool]:
         grep.compile_pattern(pattern, ignore_case)  # before any file is read
         files = await self._texts(roots, GREP_FILES)
-        hits, cut = grep.search(files, pattern, ignore_case=ignore_case, limit=limit, seconds=GREP_SECONDS)
+        hits, cut = grep.search(files, pattern, ignore_case=ignore_case, limit=limit, seconds=self.grep_seconds)
         return hits, cut or len(files) == GREP_FILES
 
     async def _texts(self, roots: Sequence[str], limit: int) -> list[tuple[str, str]]:

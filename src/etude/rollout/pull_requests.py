@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import re
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +31,7 @@ from etude.corpus import edit_between
 from etude.errors import UserError
 from etude.harness import FullTools
 from etude.records import Task, ToolCall
-from etude.renderers import Tool
+from etude.renderers import Tool, printable
 from etude.sandbox import BoxError, ExecResult, NotFound, NotRegular, TestReport
 
 REQUEST_SYSTEM = (
@@ -37,10 +40,11 @@ REQUEST_SYSTEM = (
 )
 PULL_REQUEST_TOOLS = ("list", "read", "grep", "search", "edit", "finish")
 _MAX_FILES, _MAX_HUNKS, _MAX_LINES = 8, 16, 240  # of a pull request
+_MAX_PAIRS = 1 << 19  # of equal lines, where two files differ: comparing them takes as many steps, or some times more
 _MAX_FILE = 1 << 18  # bytes of a changed file; larger files of a tree are not in it
 _MAX_TEXT = 4000  # characters of a request or of a review
 _LINES = 20  # around a hunk, in a read
-_NUMBER = re.compile(r"(?:\(#|[Pp]ull [Rr]equest #|[Mm]erge request \S*!|\(!)(\d+)")
+_NUMBER = re.compile(r"(?:\(#|[Pp]ull [Rr]equest #|[Mm]erge request \S*!|\(!)([0-9]{1,18})\b")
 _MERGE = re.compile(r"Merge (?:pull request|branch|remote-tracking branch|tag) ")
 _TRAILER = re.compile(r"(?i)^(?:signed-off-by|co-authored-by|reviewed-by|change-id|see merge request)\b.*$", re.M)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{3,}")
@@ -78,22 +82,19 @@ def read_pull_requests(clone: Clone, archive: Path | None = None, *, commits: bo
     """The pull requests on the first-parent line of HEAD, oldest first; with `commits`, other commits, too. `archive`
     is a folder of the forge's REST answers (JSON or JSON lines: pulls, comments, reviews). Raises UserError."""
     pulls, reviews = _archive(archive) if archive is not None else ({}, {})
-    log = clone.demand("log", "--first-parent", "--reverse", "--format=%H%x1f%P%x1f%cI%x1f%B%x1e").decode(
-        errors="replace"
-    )
+    # A message holds any byte but NUL.
+    log = clone.demand("log", "-z", "--first-parent", "--reverse", "--format=%H%x00%P%x00%cI%x00%B")
+    fields = log.decode(errors="replace").split("\0")
     requests: list[PullRequest] = []
-    for entry in log.split("\x1e"):
-        fields = entry.strip("\n").split("\x1f")
-        if len(fields) != 4 or not fields[1]:
-            continue
-        head, parents, date, message = fields
+    for head, parents, date, message in zip(*(fields[at::4] for at in range(4)), strict=False):
         number = int(match[1]) if (match := _NUMBER.search(message)) else 0
         pull = pulls.get(head) or pulls.get(str(number)) or {}
-        number = int(pull.get("number") or pull.get("iid") or number)
+        number = _number_of(pull) or number
         title, body = _texts(message)
         if pull:
             title, body = str(pull.get("title") or title), str(pull.get("body") or pull.get("description") or body)
-        if not title or not (number or commits):
+        title, body = printable(title), printable(body)
+        if not parents or not title or not (number or commits):
             continue
         base = parents.split()[0]
         requests.append(PullRequest(number, title, body[:_MAX_TEXT], base, head, date[:10], reviews.get(number, ())))
@@ -113,21 +114,22 @@ def _archive(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[int, tuple[R
     """Pull requests by number and by commit, and reviews by number, from REST answers of GitHub, Gitea or GitLab."""
     pulls: dict[str, dict[str, Any]] = {}
     comments: dict[int, list[tuple[str, str, str]]] = defaultdict(list)
-    files = sorted(file for kind in ("*.json", "*.jsonl") for file in folder.rglob(kind)) if folder.is_dir() else []
+    files = (
+        sorted(file for kind in ("*.json", "*.jsonl") for file in folder.rglob(kind) if file.is_file())
+        if folder.is_dir()
+        else []
+    )
     if not files:
         raise UserError(f"{folder} is no folder with the forge's answers: save its pulls, comments and reviews as JSON")
-    for file in files:
-        for entry in _objects(file):
-            if "merge_commit_sha" in entry:
-                for name in (entry.get("merge_commit_sha"), entry.get("squash_commit_sha")):
-                    pulls |= {name: entry} if name else {}
-                pulls[str(entry.get("number") or entry.get("iid"))] = entry
-            elif entry.get("pull_request_url") and entry.get("body"):
-                number = int(str(entry["pull_request_url"]).rpartition("/")[2])
-                commit = str(entry.get("original_commit_id") or entry.get("commit_id") or "")
-                where = f"{entry['path']}: " if entry.get("path") else ""
-                at = str(entry.get("created_at") or entry.get("submitted_at") or "")
-                comments[number].append((at, commit, f"{where}{entry['body']}"))
+    for entry in chain.from_iterable(map(_objects, files)):
+        if "merge_commit_sha" in entry:
+            names = [entry["merge_commit_sha"], entry.get("squash_commit_sha"), str(_number_of(entry))]
+            pulls |= {name: entry for name in names if isinstance(name, str) and name != "0"}
+        elif entry.get("body") and (number := _number_in(str(entry.get("pull_request_url")).rpartition("/")[2])):
+            commit = str(entry.get("original_commit_id") or entry.get("commit_id") or "")
+            where = f"{entry['path']}: " if entry.get("path") else ""
+            at = str(entry.get("created_at") or entry.get("submitted_at") or "")
+            comments[number].append((at, commit, printable(f"{where}{entry['body']}")))
     reviews: dict[int, tuple[Review, ...]] = {}
     for number, rows in comments.items():
         by_commit: dict[str, list[str]] = {}
@@ -137,6 +139,15 @@ def _archive(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[int, tuple[R
     return pulls, reviews
 
 
+def _number_of(pull: Mapping[str, Any]) -> int:
+    """The number of a pull request; 0 without one."""
+    return _number_in(str(pull.get("number") or pull.get("iid")))
+
+
+def _number_in(text: str) -> int:
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else 0
+
+
 def _objects(file: Path) -> Iterator[dict[str, Any]]:
     try:
         text = file.read_text("utf-8")
@@ -144,7 +155,9 @@ def _objects(file: Path) -> Iterator[dict[str, Any]]:
         for value in values:
             entries = cast(list[Any], value) if isinstance(value, list) else [value]
             yield from (entry for entry in entries if isinstance(entry, dict))
-    except ValueError as e:
+    except OSError as e:
+        raise UserError(f"{file} cannot be read: {e.strerror}") from None
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{file} is not JSON ({e}): save the forge's answer as it came") from None
 
 
@@ -156,15 +169,15 @@ class _Trees:
 
     def __init__(self, clone: Clone) -> None:
         self._clone = clone
-        self._contents: dict[str, bytes] = {}
+        self._contents: dict[str, bytes | None] = {}  # None: too large
 
     def files(self, commit: str) -> dict[str, bytes]:
         """Regular files of a commit up to a size, without those that git names by bytes that are not UTF-8."""
         tree = {path: blob for path, (mode, blob) in self._clone.tree(commit).items() if mode[:3] == "100"}
         missing = [blob for blob in tree.values() if blob not in self._contents]
-        fresh = self._clone.contents(missing)
-        self._contents = {blob: self._contents.get(blob, fresh.get(blob, b"")) for blob in tree.values()}
-        return {path: data for path, blob in tree.items() if len(data := self._contents[blob]) <= _MAX_FILE}
+        known = self._contents | self._clone.contents(missing, longest=_MAX_FILE)
+        self._contents = {blob: known.get(blob) for blob in tree.values()}
+        return {path: data for path, blob in tree.items() if (data := self._contents[blob]) is not None}
 
 
 class TreeBox:
@@ -172,6 +185,7 @@ class TreeBox:
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = dict(files)
+        self._paths: list[str] = []  # sorted, as far as they are known
 
     async def read(self, path: str, max_bytes: int = 65536) -> bytes:
         """See `sandbox.Box`."""
@@ -188,11 +202,15 @@ class TreeBox:
         if path in self.files:
             raise NotRegular(path)
         prefix = f"{path.strip('/')}/" if path.strip("/.") else ""
-        names: set[str] = set()
-        for file in self.files:
-            if file.startswith(prefix):
-                name, slash, _ = file[len(prefix) :].partition("/")
-                names.add(name + slash)
+        if len(self._paths) != len(self.files):
+            self._paths = sorted(self.files)
+        names: list[str] = []
+        at = bisect_left(self._paths, prefix)
+        while at < len(self._paths) and self._paths[at].startswith(prefix):
+            name, slash, _ = self._paths[at][len(prefix) :].partition("/")
+            names.append(name + slash)
+            # The files below a folder are passed over: "0" is the sign behind "/".
+            at = bisect_left(self._paths, f"{prefix}{name}0", at) if slash else at + 1
         if prefix and not names:
             raise NotFound(path)
         return sorted(names)
@@ -200,6 +218,7 @@ class TreeBox:
     async def delete(self, path: str) -> None:
         """See `sandbox.Box`."""
         self.files.pop(path, None)
+        self._paths = []
 
     async def exec(self, line: str, timeout: float) -> ExecResult:
         """Raises BoxError: nothing runs here."""
@@ -299,6 +318,7 @@ class _RequestTurns:
 
     def __init__(self, tools: FullTools, text: str) -> None:
         self.tools, self.request = tools, text
+        self.tools.grep_seconds = math.inf  # the results of a name's search depend on nothing but the files
         self.messages: list[dict[str, Any]] = [
             {"role": "system", "content": REQUEST_SYSTEM},
             {"role": "user", "content": text},
@@ -338,10 +358,10 @@ class _RequestTurns:
                 hunks += 1
                 if hunks > _MAX_HUNKS:
                     raise _Untold(f"it has more than {_MAX_HUNKS} hunks")
-                step = _first_hunk(text, target)
-                edit = edit_between(text, step)
-                if max(edit.old.count("\n"), edit.new.count("\n")) > _MAX_LINES:
-                    raise _Untold(f"it has hunks of more than {_MAX_LINES} lines")
+                try:
+                    edit = edit_between(text, _first_hunk(text, target), most=_MAX_LINES)
+                except ValueError:
+                    raise _Untold(f"it has hunks of more than {_MAX_LINES} lines") from None
                 await self._edit(path, edit.old, edit.new)
 
     async def _edit(self, path: str, old: str, new: str) -> None:
@@ -368,9 +388,17 @@ class _RequestTurns:
 
 
 def _blocks(text: str, target: str) -> list[tuple[int, int, int, int]]:
-    """Lines [i, j) of `text` that lines [k, n) of `target` replace."""
-    matcher = SequenceMatcher(None, lines_of(text, ends=True), lines_of(target, ends=True), autojunk=False)
-    return [(i, j, k, n) for kind, i, j, k, n in matcher.get_opcodes() if kind != "equal"]
+    """Lines [i, j) of `text` that lines [k, n) of `target` replace. Raises _Untold where that takes too long."""
+    a, b = lines_of(text, ends=True), lines_of(target, ends=True)
+    most = min(len(a), len(b))
+    head = next((i for i in range(most) if a[i] != b[i]), most)
+    tail = next((i for i in range(most - head) if a[-1 - i] != b[-1 - i]), most - head)
+    a, b = a[head : len(a) - tail], b[head : len(b) - tail]
+    counts = Counter(b)
+    if sum(map(counts.__getitem__, a)) > _MAX_PAIRS:
+        raise _Untold("its files have too many equal lines to compare")
+    codes = SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
+    return [(i + head, j + head, k + head, n + head) for kind, i, j, k, n in codes if kind != "equal"]
 
 
 def _first_hunk(text: str, target: str) -> str:

@@ -133,11 +133,13 @@ def _clean(
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _strings(each)
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict | list):
+            left += each.values() if isinstance(each, dict) else each
 
 
 def without(text: str, index: SuiteIndex, nodes: SyntaxNodes | None) -> tuple[str | None, int]:

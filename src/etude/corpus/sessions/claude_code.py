@@ -16,6 +16,7 @@ from etude.corpus.sessions.thread import AgentThread, readable
 from etude.protocol.apis import RequestRefused, read
 from etude.renderers import Message
 
+_WHOLE = ("end_turn", "tool_use", "stop_sequence")
 _INTERRUPTED = "[Request interrupted by user"
 
 
@@ -29,7 +30,8 @@ class _SessionEntry:
     results: list[Any] = field(default_factory=list[Any])
     model: str = ""
     reason: object = None
-    children: int = 0
+    cut: bool = False  # the user interrupted it
+    inner: bool = False  # an answer stands behind it
 
 
 def is_session(line: Mapping[str, Any]) -> bool:
@@ -42,7 +44,13 @@ def threads(lines: Sequence[Mapping[str, Any]]) -> Iterator[AgentThread]:
     image."""
     units = _entries(lines)
     first = next((line for line in lines if line.get("sessionId")), {})
-    for leaf in [unit for unit in units if not unit.children]:
+    leaves: list[_SessionEntry] = []
+    for unit in reversed(units):
+        if unit.role == "assistant" or unit.inner:  # nothing is learned behind the last answer of a way
+            leaves += [] if unit.inner else [unit]
+            if unit.parent is not None:
+                unit.parent.inner = True
+    for leaf in reversed(leaves):
         way: list[_SessionEntry] = []
         unit: _SessionEntry | None = leaf
         while unit is not None:
@@ -63,6 +71,8 @@ def _entries(lines: Sequence[Mapping[str, Any]]) -> list[_SessionEntry]:
     for line in lines:
         parent = at.get(str(line.get("parentUuid")))
         name, kind, message = str(line.get("uuid", "")), line.get("type"), line.get("message") or {}
+        if name in at:
+            continue  # a session that goes on may repeat lines
         shown = kind in ("user", "assistant") and not line.get("isVisibleInTranscriptOnly")
         if not shown or message.get("model") == "<synthetic>" or line.get("isApiErrorMessage"):
             at[name] = parent  # not in the model's context; what follows is behind what came before
@@ -91,19 +101,18 @@ def _entries(lines: Sequence[Mapping[str, Any]]) -> list[_SessionEntry]:
             continue
         at[name] = unit = _SessionEntry("user", parent, parts)
         units.append(unit)
-    for unit in units:
-        if unit.parent is not None:
-            unit.parent.children += 1
+        if parent is not None and _text(unit).startswith(_INTERRUPTED):
+            parent.cut = True
     return units
 
 
 def _messages(way: Sequence[_SessionEntry]) -> list[Message]:
     messages: list[Message] = []
-    for unit, following in zip(way, [*way[1:], None], strict=True):
+    for unit in way:
         entries: list[dict[str, Any]] = [{"role": unit.role, "content": unit.content}]
         if unit.role == "assistant":
-            cut = following is not None and _text(following).startswith(_INTERRUPTED) and unit.reason is None
-            entries[0]["weight"] = int(unit.reason in (None, "end_turn", "tool_use", "stop_sequence") and not cut)
+            whole = not unit.cut if unit.reason is None else unit.reason in _WHOLE
+            entries[0]["weight"] = int(whole)
         if unit.results:
             entries.append({"role": "user", "content": unit.results})
         try:

@@ -27,24 +27,35 @@ def is_session(line: Mapping[str, Any]) -> bool:
 
 def threads(lines: Sequence[Mapping[str, Any]]) -> Iterator[AgentThread]:
     """The threads of a file: a way to each leaf, in parts between its compactions."""
-    head = lines[0]
+    place = next(place for place, line in enumerate(lines) if is_session(line))
+    head = lines[place]
     origin = {"session": str(head["id"]), "harness": str(head.get("harness") or "pi")}
     origin |= {"date": str(head.get("timestamp") or "")[:10]}
-    entries: dict[str, Mapping[str, Any]] = {}
-    before: dict[str, str | None] = {}
-    last: str | None = None
-    for number, line in enumerate(lines[1:]):
-        name = str(line.get("id") or number)
-        entries[name], before[name] = line, line.get("parentId", last)
-        last = name
-    inner = set(before.values())
-    for leaf in [name for name in entries if name not in inner]:
-        way: list[str] = []
-        name: str | None = leaf
-        while name is not None and name in entries:
-            way.append(name)
-            name = before[name]
-        yield from _parts([entries[name] for name in reversed(way)], origin)
+    entries: list[Mapping[str, Any]] = []
+    before: list[int] = []  # the entry before each, -1 at a root; it stands earlier in the file, so no way is a circle
+    numbers: dict[str, int] = {}
+    for number, line in enumerate(lines[place + 1 :]):
+        entries.append(line)
+        before.append(numbers.get(str(line["parentId"]), -1) if "parentId" in line else number - 1)
+        if line.get("id") is not None:
+            numbers[str(line["id"])] = number
+    inner, leaves = set[int](), list[int]()
+    for number in reversed(range(len(entries))):
+        if number not in inner and not _is_answer(entries[number]):
+            continue  # nothing is learned behind the last answer of a way
+        leaves += [] if number in inner else [number]
+        inner.add(before[number])
+    for leaf in reversed(leaves):
+        way: list[Mapping[str, Any]] = []
+        while leaf >= 0:
+            way.append(entries[leaf])
+            leaf = before[leaf]
+        yield from _parts(way[::-1], origin)
+
+
+def _is_answer(entry: Mapping[str, Any]) -> bool:
+    message = entry.get("message")
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _parts(way: Sequence[Mapping[str, Any]], origin: Mapping[str, Any]) -> Iterator[AgentThread]:

@@ -58,7 +58,9 @@ class RequestLog:
             kept = self._kept.get(str(request.get("previous_response_id") or ""), [])
             if request.get("previous_response_id") and not kept:
                 raise ValueError("it goes on from an answer that the log does not hold (`previous_response_id`)")
-            conversation = read("responses", request | {"instructions": None}, before=kept)
+            # Only the last message can be of one turn with what follows. The others are shared by all that go on.
+            new = read("responses", request | {"instructions": None}, before=kept[-1:])
+            conversation = [*kept[:-1], *new]
             before = [*read("responses", request | {"input": []}), *conversation]
             answer = read("responses", {"input": response["output"]})
             self._kept[str(response.get("id"))] = [*conversation, *answer]

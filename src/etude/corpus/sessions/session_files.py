@@ -16,15 +16,17 @@ from typing import Any
 
 import blake3
 
-from etude.code import redacted, secret_in
+from etude.code import redacted_json, secret_in_json
 from etude.corpus.sessions import claude_code, codex, pi
 from etude.corpus.sessions.request_logs import RequestLog
 from etude.corpus.sessions.thread import AgentThread, Row, learned, readable, thread_rows
 from etude.errors import UserError
 from etude.protocol.apis import RequestRefused, as_refusal, read, tools_of
+from etude.renderers import printable_json
 
 _AGENTS = {"claude-code": claude_code, "codex": codex, "pi": pi}
 _HEAD = 20  # lines in which the format of a file shows
+_MAX_DEPTH = 100
 _MAX_SECRETS = 5  # in a row; a row with more is refused
 
 
@@ -68,7 +70,7 @@ def session_rows(
     for row in thread_rows(every()):
         yield from _without_secrets(row, report)
     for row in whole:
-        if secret_in(json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")) is not None:
+        if secret_in_json(row) is not None:
             report.refuse(row["origin"]["path"], "a trajectory with tokens holds a likely secret")
             continue
         report.rows += 1
@@ -117,7 +119,11 @@ def _files(path: Path) -> list[Path]:
 
 def _lines(path: Path, report: SessionReport) -> Iterator[tuple[str, dict[str, Any]]]:
     """The JSON objects of a file, each with its place: lines of a .jsonl, otherwise all of it, or each of a list."""
-    with path.open("rb") as file:
+    try:
+        opened = path.open("rb")
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
+    with opened as file:
         sources = enumerate(file, 1) if path.suffix == ".jsonl" else [(0, file.read())]
         for number, source in sources:
             place = f"{path.name}:{number}" if number else path.name
@@ -129,10 +135,27 @@ def _lines(path: Path, report: SessionReport) -> Iterator[tuple[str, dict[str, A
                 report.refuse(place, "it is not JSON")
                 continue
             for entry in value if isinstance(value, list) and not number else [value]:
-                if isinstance(entry, dict):
-                    yield place, entry
-                else:
+                if not isinstance(entry, dict):
                     report.refuse(place, "it is not a JSON object")
+                elif not _flat(entry):
+                    report.refuse(place, f"it is nested more than {_MAX_DEPTH} deep")
+                else:
+                    shown: Any = printable_json(entry)  # no file may hold half of a surrogate pair
+                    yield place, shown
+
+
+def _flat(value: Any) -> bool:
+    """Whether a JSON value is nested no deeper than what follows can read."""
+    depth, level = 0, [value]
+    while level and depth <= _MAX_DEPTH:
+        level = [
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, dict | list)
+        ]
+        depth += 1
+    return not level
 
 
 def _of_agent(
@@ -150,7 +173,8 @@ def _of_agent(
 
 
 def _placed(thread: AgentThread, place: str) -> AgentThread:
-    return replace(thread, origin={"path": place, **thread.origin})
+    origin: Any = printable_json({"path": place, **thread.origin})
+    return replace(thread, origin=origin)
 
 
 def _of_line(
@@ -163,7 +187,7 @@ def _of_line(
         if models and not _wanted(model, models):
             raise ValueError("it is of a model that --model leaves out")
         digest = blake3.blake3(json.dumps(line, sort_keys=True).encode()).hexdigest()[:32]
-        keep({**line, "id": digest, "origin": {"path": place, "harness": "atif", "model": model}})
+        keep({**line, "id": digest, "origin": printable_json({"path": place, "harness": "atif", "model": model})})
         return "atif", []
     if "messages" in line and "request" not in line:
         messages = read("chat", line)
@@ -177,23 +201,18 @@ def _of_line(
 
 def _without_secrets(row: Row, report: SessionReport) -> Iterator[Row]:
     """The row with secrets replaced, or nothing: for a row of many secrets, or one without a message to learn."""
-    counts: Counter[str] = Counter()
-    messages: list[dict[str, Any]] = []
-    for message in row["messages"]:
-        shown, replaced = _replaced(message)
-        counts += replaced
-        messages.append(shown | {"weight": 0} if replaced and "weight" in shown else shown)
-    tools, replaced = _replaced(row.get("tools", []))
-    counts += replaced
+    try:
+        (messages, tools), counts = _replaced(row["messages"], row.get("tools", []))
+    except RecursionError:
+        report.refuse(row["origin"]["path"], "it is nested too deeply")
+        return
     report.secrets += counts
     count = sum(map(learned, messages))
     if counts.total() > _MAX_SECRETS:
         report.refuse(row["origin"]["path"], f"it holds more than {_MAX_SECRETS} likely secrets")
     elif not count:
         report.refuse(row["origin"]["path"], "no message in it is known to be the model's, whole and without secrets")
-    elif (
-        rule := secret_in(json.dumps([messages, tools], ensure_ascii=False).encode("utf-8", "surrogatepass"))
-    ) is not None:
+    elif (rule := secret_in_json([messages, tools, row["origin"]])) is not None:
         report.refuse(row["origin"]["path"], f"it holds a likely secret that cannot be cut out ({rule})")
     else:
         report.rows += 1
@@ -201,16 +220,15 @@ def _without_secrets(row: Row, report: SessionReport) -> Iterator[Row]:
         yield row | {"messages": messages} | ({"tools": tools} if tools else {})
 
 
-def _replaced(value: Any) -> tuple[Any, Counter[str]]:
-    """A JSON value whose texts hold the names of rules in place of secrets, and the count by rule."""
+def _replaced(messages: list[Any], tools: list[Any]) -> tuple[tuple[list[Any], list[Any]], Counter[str]]:
+    """Messages and tools without secrets, and the count by rule. What the model said with one has the weight 0."""
     counts: Counter[str] = Counter()
-    if isinstance(value, str):
-        text, counts = redacted(value)
-        return text, counts
-    if isinstance(value, dict):
-        parts = {key: _replaced(item) for key, item in value.items()}
-        return {key: part for key, (part, _) in parts.items()}, sum((c for _, c in parts.values()), counts)
-    if isinstance(value, list):
-        items = [_replaced(item) for item in value]
-        return [item for item, _ in items], sum((c for _, c in items), counts)
-    return value, counts
+    if secret_in_json([messages, tools]) is None:
+        return (messages, tools), counts
+    clean: list[Any] = []
+    for message in messages:
+        shown, replaced = redacted_json(message)
+        counts += replaced
+        clean.append(shown | {"weight": 0} if replaced and "weight" in shown else shown)
+    tools, replaced = redacted_json(tools)
+    return (clean, tools), counts + replaced

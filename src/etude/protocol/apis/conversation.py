@@ -134,12 +134,10 @@ def conversation_digests(request: AgentRequest) -> list[bytes]:
 
 def _plain(arguments: object) -> object:
     """Arguments of a call without their spelling: 1.0 and 1 are one number in JSON."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            return arguments
-    return _numbers(arguments)
+    try:
+        return _numbers(json.loads(arguments or "{}") if isinstance(arguments, str) else arguments)
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def _numbers(value: object) -> object:
