@@ -259,6 +259,7 @@ def test_admission_feeds_all_players_within_the_bound_of_staleness(tmp_path: Pat
     def admitted(offered: int) -> int:
         run.progress.offered = offered
         loop._admit(run, curriculum, 0)
+        assert run.progress.ended == 0
         return len(ledger.unfinished()) // 4
 
     assert admitted(0) == 2, "twice what the controller plays"

@@ -104,7 +104,10 @@ def _up(arguments: argparse.Namespace) -> None:
     if not logs.exists():
         raise UserError(f"{arguments.folder} has not begun: start its run first")
     if (token := own_token()) is None:
-        raise UserError(f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for")
+        raise UserError(
+            f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for; if it was "
+            "started without one, stop it, and resume it with one"
+        )
     _check_servers(fleet, folder, config, token)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
