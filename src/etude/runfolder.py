@@ -212,13 +212,21 @@ def _lives(pid: str) -> bool:
 def new_attempt(folder: Path) -> Path:
     """A fresh log folder for this start of the run; `logs/latest` points to it."""
     logs = folder / "logs"
-    number = 1 + max((int(p.name.removeprefix("attempt_")) for p in logs.glob("attempt_*")), default=0)
-    attempt = logs / f"attempt_{number}"
+    attempt = logs / f"attempt_{1 + max(map(_number, attempts(folder)), default=0)}"
     attempt.mkdir(parents=True)
     latest = logs / "latest"
     latest.unlink(missing_ok=True)
     latest.symlink_to(attempt.name)
     return attempt
+
+
+def attempts(folder: Path) -> list[Path]:
+    """The log folders of a run's starts, the last one last."""
+    return sorted((folder / "logs").glob("attempt_*"), key=_number)
+
+
+def _number(attempt: Path) -> int:
+    return int(attempt.name.removeprefix("attempt_"))
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:

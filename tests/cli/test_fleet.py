@@ -119,8 +119,13 @@ def test_drain_asks_engines_that_are_there(ledger, folder, capsys):
     assert ledger.calls == [("drain", URL, "asked by `etude fleet drain`")]
 
 
-def test_logs_are_those_of_the_last_attempt(folder, capsys):
-    (folder / "logs" / "latest" / "eu-0.log").write_text("it serves\n")
+def test_logs_are_those_of_the_last_attempt_that_has_them(folder, capsys):
+    for text in ("it served\n", "it serves\n"):
+        (runfolder.new_attempt(folder) / "eu-0.log").write_text(text)
+    assert call("fleet", "logs", folder, "eu-0") == 0
+    assert capsys.readouterr().out == "it serves\n"
+    for _ in range(8):
+        runfolder.new_attempt(folder)  # of a run that is resumed while an engine that joined it goes on
     assert call("fleet", "logs", folder, "eu-0") == 0
     assert capsys.readouterr().out == "it serves\n"
     for name in ("eu-1", "../../config"):
@@ -182,6 +187,7 @@ def test_up_joins_attached_servers(ledger, folder, tmp_path, monkeypatch):
 MEMBER = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print("left", flush=True), sys.exit(0)))
+open(sys.argv[1] + ".pid", "w").write(str(os.getpid()))
 print(os.environ["ETUDE_API_KEY"], open(sys.argv[1]).read(), flush=True)
 time.sleep(120)
 """
@@ -234,6 +240,12 @@ def test_up_starts_jobs_that_live_as_long_as_the_command(folder, fleet, tmp_path
         assert sorted(" ".join([text.split()[0], *text.split()[2:]]) for text in texts) == [
             "token 0 0 True", "token 0 64 True", "token 1 0 True"
         ]  # fmt: skip
+        logs = logs.resolve()
+        runfolder.new_attempt(folder)  # the run is resumed: what is killed then starts anew all the same
+        log = next(logs.glob("eu-*-0.log"))
+        os.kill(int(next(logs.glob("eu-*-0.files/*.pid")).read_text()), signal.SIGKILL)
+        while log.read_text().count("token") < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert all(log.read_text().endswith("left\n") for log in logs.glob("*.log"))

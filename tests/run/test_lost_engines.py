@@ -372,6 +372,30 @@ def test_an_engine_whose_member_has_left_does_not_come_back_by_its_last_report(
     assert capsys.readouterr().err.count("is lost") == 1
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_a_drained_engine_says_who_asked_whatever_its_controller_sees_first(
+    left: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its member reads the ledger as often as the controller: its server may end, or be gone, before the next look."""
+
+    async def play() -> None:
+        watched = Watched(monkeypatch)
+        await watched.look(lambda: watched.scored)
+        monkeypatch.setattr(versions, "MEMBERS_SECONDS", 3600.0)
+        watched.ledger.members.drain(B, "by its operator")
+        if left:
+            watched.ledger.members.set([(B, "gone", "by its operator", -1)])
+            watched.engines.looked = float("-inf")
+        else:
+            watched.servers.fault[B] = "draining"
+        await watched.look(lambda: watched.rows()[B] == ("gone" if left else "draining"))
+        await watched.look(lambda: watched.client.serving == {A})
+        await watched.engines.aclose()
+
+    asyncio.run(play())
+    assert f"the engine at {B} gets no new turns: by its operator" in capsys.readouterr().err
+
+
 def test_a_wedged_engine_costs_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         watched = Watched(monkeypatch)

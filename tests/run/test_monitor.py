@@ -36,7 +36,7 @@ class Now:
 
 class Progress(msgspec.Struct):
     engine: dict = {}
-    finished: int = 0
+    ended: int = 0
     live: int = 0
     limit: int = 1
     tests_run: int = 0
@@ -87,6 +87,17 @@ def test_what_is_left_follows_the_clock_of_training(minutes, tmp_path, monkeypat
         assert left(5) is None, "the steps of the attempt before tell nothing about this one's"
         step(tmp_path, 3, 70.0)
         assert left(5) == 10 * 7
+
+
+def test_the_rate_is_of_all_who_play_in_this_attempt(tmp_path, monkeypatch):
+    clock, view = Now(), View()
+    monkeypatch.setattr(runfolder, "now", clock)
+    config = RLConfig.model_validate({"tasks": {"repository": "here"}})
+    shown = monitor.Monitor(tmp_path, config, view, {}, tmp_path / "trainer.log")
+    for ended, rate in ((400, 0.0), (410, 1.0), (410, 0.0), (430, 2.0)):
+        clock.now += 10
+        shown.tick(Progress(ended=ended))
+        assert view.figures["episodes_per_s"] == rate
 
 
 def test_a_report_counts_the_time_of_earlier_attempts():

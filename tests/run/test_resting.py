@@ -19,7 +19,7 @@ from etude.records import Episode, Outcome, StopReason
 from etude.run import episodes, loop, player
 from etude.run.away import AwayProcess
 from etude.run.leased import LeasedEpisodes
-from etude.run.resting import FIRST_SECONDS, LONGEST_SECONDS, ROW, FailureRow
+from etude.run.resting import FIRST_SECONDS, LONGEST_SECONDS, ROW, TRIES, FailureRow
 from etude.run.state import Play, Progress
 from etude.store import open_store
 
@@ -168,6 +168,23 @@ def test_a_group_that_no_host_can_play_is_given_up_where_there_are_no_others(
     run_virtually(play)
 
 
+def test_groups_that_no_host_can_play_are_given_up_where_there_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several look like a broken host, whose failures do not count."""
+
+    async def play() -> None:
+        fleet = Fleet(tmp_path, monkeypatch, lost=("t0", "t1"))
+        fleet.admit("t0", "t1")
+        context = Context()
+        fleet.start("one", context)
+        assert await fleet.played() == {"infra": 2 * SIZE}
+        assert len(context.attempts) <= 2 * (SIZE * (MAX_RETRIES + 1) + TRIES + ROW)
+        await fleet.stop()
+
+    run_virtually(play)
+
+
 def test_rests_become_longer_and_those_in_flight_begin_no_other() -> None:
     async def play() -> None:
         row = FailureRow()
@@ -176,18 +193,17 @@ def test_rests_become_longer_and_those_in_flight_begin_no_other() -> None:
         assert (row.limit(8), row.why) == (8, "")
         lengths = list[float]()
         for number in range(8):
-            for _ in range(20):
-                row.add(ended(Outcome.INFRA, group=number // 2))
+            of_host = [row.add(ended(Outcome.INFRA, group=number // 2)) for _ in range(20)]
             began = asyncio.get_running_loop().time()
             while not row.limit(8):
                 await asyncio.sleep(1.0)
             assert row.limit(8) == 1
             lengths.append(asyncio.get_running_loop().time() - began)
-            assert row.of_host == (number >= 2), "failures of one group may be its own"
+            assert of_host == [number >= 2] * 20, "failures of one group may be its own"
         row.add(ended(Outcome.QUARANTINED))
         assert row.rests, "a mistake in etude says nothing about the host"
         row.add(ended(Outcome.TIMEOUT))
-        assert (row.limit(8), row.why, row.of_host) == (8, "", False)
+        assert (row.limit(8), row.why, row.groups) == (8, "", set())
         rests = [FIRST_SECONDS, *(min(FIRST_SECONDS * 2**n, LONGEST_SECONDS) for n in range(7))]
         assert lengths == pytest.approx(rests, abs=2.0)
 
@@ -243,6 +259,7 @@ def test_admission_feeds_all_players_within_the_bound_of_staleness(tmp_path: Pat
     def admitted(offered: int) -> int:
         run.progress.offered = offered
         loop._admit(run, curriculum, 0)
+        assert run.progress.ended == 0
         return len(ledger.unfinished()) // 4
 
     assert admitted(0) == 2, "twice what the controller plays"

@@ -100,11 +100,14 @@ def _up(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{arguments.folder} has ended: resume it, with --fleet {arguments.fleet} if it is to have these"
         )
-    logs = folder / "logs" / "latest"
+    logs = (folder / "logs" / "latest").resolve()  # of this attempt, also while a resumed run has another
     if not logs.exists():
         raise UserError(f"{arguments.folder} has not begun: start its run first")
     if (token := own_token()) is None:
-        raise UserError(f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for")
+        raise UserError(
+            f"set {TOKEN_VARIABLE} to the token that the run was started with, which its engines ask for; if it was "
+            "started without one, stop it, and resume it with one"
+        )
     _check_servers(fleet, folder, config, token)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -215,18 +218,18 @@ def _drain(run: Path, urls: list[str]) -> None:
 
 
 def _logs(run: Path, name: str, address: str | None) -> None:
-    """Prints a log: of this machine's file, which the placer of the run keeps as well, else of the cluster."""
+    """Prints a log: of this machine's file, which the placer of the run keeps as well, else of the cluster. One that
+    joined an earlier attempt has its log there."""
     runfolder.load_config(run)
-    logs = run / "logs" / "latest"
-    path = logs / f"{name}.log"
-    if address is None and "/" not in name and path.exists():
-        with path.open(errors="replace") as file:
+    logs = {log.stem: log for attempt in runfolder.attempts(run) for log in attempt.glob("*.log")}
+    if address is None and name in logs:
+        with logs[name].open(errors="replace") as file:
             return shutil.copyfileobj(file, sys.stdout)
     fleet = runfolder.load_fleet(run)
     if address is None and fleet is not None:
         address = next(iter(fleet.addresses), None)
     if address is None:
-        there = ", ".join(sorted(log.stem for log in logs.glob("*.log"))) or "none"
+        there = ", ".join(sorted(logs)) or "none"
         raise UserError(
             f"{run} has no log of {name!r}, only {there}: name one, or the --address of the head that has it"
         )

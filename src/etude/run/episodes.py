@@ -47,12 +47,12 @@ async def play_leased(play: Play, lease: EpisodeLease) -> None:
     journal = await _journal(play, lease)
     context = replace(play.training, taskset=taskset, model=_since_admission(play.training.model, lease.version))
     episode = await _play(play, context, task, episode_id, journal)
-    if play.row is not None and _served(context.model):
-        play.row.add(episode)
+    # Of a player whose host is broken, or without an engine, the failure says nothing about the episode.
+    blamed = play.row is None or (_served(context.model) and not play.row.add(episode))
     if journal is not None:
         await journal.close(keep=episode.outcome is Outcome.INFRA)
     # In a thread: a database that is away delays this episode alone.
-    await asyncio.to_thread(_record, play, lease, episode, journal)
+    await asyncio.to_thread(_record, play, lease, episode, journal, blamed)
     play.progress.finished += 1
     failpoint("controller.finished")
     if episode.outcome is Outcome.QUARANTINED:
@@ -134,7 +134,9 @@ async def _play(
     return episode
 
 
-def _record(play: Play, lease: EpisodeLease, episode: Episode, journal: EpisodeJournal | None) -> None:
+def _record(
+    play: Play, lease: EpisodeLease, episode: Episode, journal: EpisodeJournal | None, blamed: bool = True
+) -> None:
     """Blob first, ledger second, then the journal goes: a row that says "done" always has its tokens. An episode that
     infrastructure lost goes on from its journal, unless it was lost before it recorded anything new: then the recorded
     part may be what leads there."""
@@ -152,7 +154,7 @@ def _record(play: Play, lease: EpisodeLease, episode: Episode, journal: EpisodeJ
         flags=episode.flags,
         reason=episode.detail if episode.outcome.lost else "",
         recovered=None if journal is None else journal.recovered,
-        blamed=play.row is None or not play.row.of_host,
+        blamed=blamed,
     )
     if journal is not None and taken and (episode.outcome is not Outcome.INFRA or not journal.grew):
         journal.delete()

@@ -165,6 +165,7 @@ def _admit(run: Run, curriculum: Curriculum | MixedCurriculum, learned: int) -> 
     figures = run.ledger.figures()
     run.progress.trained, run.progress.accepted = figures.consumed_version, figures.accepted
     run.progress.in_flight = figures.in_flight
+    run.progress.ended = figures.accepted + figures.reserved - figures.in_flight
     if rollout.staleness == 0 and run.progress.served > max(figures.consumed_version, 0):
         return learned  # on-policy, a draw depends on all earlier results: the ledger must catch up with the engines
     # On-policy, only groups of versions that are already trained count: those are complete, whatever the timing.
@@ -198,7 +199,7 @@ def _check_stall(run: Run, stall: StallWatchdog, live: Sequence[LiveEpisode]) ->
     timeline = run.folder / "timeline.jsonl"  # where the trainer notes steps that it computes again after a resume
     repeated = timeline.stat().st_size if timeline.exists() else 0
     tokens = progress.engine.get("generated_tokens")
-    marks = (progress.finished, progress.in_flight, progress.served, progress.trained, tokens, repeated)
+    marks = (progress.ended, progress.in_flight, progress.served, progress.trained, tokens, repeated)
     still = stall.observe(marks, now)
     if stall.warns(still):
         print(f"no progress for {still:.0f} s: {diagnose_stall(_snapshot(run, live, now))}", file=sys.stderr)

@@ -44,7 +44,7 @@ class Monitor:
         self._spent = 0.0  # seconds of training, by the last step
         self._started = self._last = self._stepped = runfolder.now()
         self._engine: dict[str, float] = {}
-        self._finished = 0
+        self._ended: int | None = None  # episodes, at the last look
         self._new_steps()
         self._earlier = self._steps  # of earlier attempts
 
@@ -60,17 +60,18 @@ class Monitor:
             self._memory_read = now
             held = {f"memory/{name}": resident_bytes(pid) for name, pid in self._pids.items()}
             runfolder.append_json(self._folder / "memory.jsonl", {"step": self._steps, "time": now, **held})
+        before = progress.ended if self._ended is None else self._ended  # not those of earlier attempts
         view = self._view
-        view.process("controller", f"{progress.live} of {progress.limit} live episodes, {progress.finished} finished")
+        view.process("controller", f"{progress.live} of {progress.limit} live episodes, {progress.ended} finished")
         view.process("sandbox", f"{progress.tests_run} test runs, {progress.tests_remembered} answered from memory")
         view.update(
             done=self._steps,
             total=self._config.trainer.steps,
             seconds_left=self._seconds_left(now),
             version=progress.served,
-            episodes_per_s=(progress.finished - self._finished) / (now - self._last),
+            episodes_per_s=(progress.ended - before) / (now - self._last),
         )
-        self._finished, self._last = progress.finished, now
+        self._ended, self._last = progress.ended, now
 
     def _seconds_left(self, now: float) -> float | None:
         """The seconds until trainer.minutes or trainer.steps end the stage, whichever comes first."""

@@ -37,7 +37,8 @@ class Progress:
     live: int = 0  # episodes
     limit: int = 0  # of live episodes
     offered: int = 0  # episodes that players play at a time
-    finished: int = 0  # episodes
+    finished: int = 0  # episodes of this process
+    ended: int = 0  # episodes of the run, whoever has played them
     quarantined: int = 0  # episodes that a fault of etude has ended
     tests_run: int = 0
     tests_remembered: int = 0  # test runs answered from memory

@@ -11,6 +11,7 @@ updated from here.
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 from pathlib import Path
@@ -85,6 +86,8 @@ async def _read_members(run: Run) -> None:
             if row.state != "gone":
                 engines.add(row.url, row.name).noted = written
         elif row.state == "gone" and state.noted is not None and state.noted[0] != "gone":
+            if row.leaving and state.serves:  # it has left between two looks
+                engines.drain(state, row.leaving)
             engines.lose(state, row.why or "it has left")
             state.noted, state.leaving, state.health = written, row.leaving, None  # its last report says nothing now
         elif state.noted is not None:  # else the row is of an earlier attempt
@@ -137,6 +140,9 @@ async def _ask(run: Run) -> None:
         state.looked, state.unanswered = now, state.unanswered or now
     if new:
         await asyncio.wait(new, timeout=_PATIENCE)
+    if any(state.serves and _leaves(state) for state in engines.states):
+        engines.looked = -math.inf  # its member has read in the ledger why it leaves, before this process has
+        await _read_members(run)
     limit, newest = swap_seconds(run.config), max((state.version for state in engines.serving), default=-1)
     for state in engines.states:
         if why := _fault(state):
