@@ -162,7 +162,7 @@ def _opened(source: CorpusSource, folder: Path) -> _SourceTree:
     """A source with its files in a folder, from which boxes are made. Credential files are not among them."""
     files: dict[str, bytes] = {}
     dates: dict[str, str] = {}
-    for file, data in contents(source, listed(source, Counter(), 1 << 20)):
+    for file, data, _ in contents(source, listed(source, Counter(), 1 << 20)):
         files[file.path], dates[file.path] = data, file.date
         path = folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
