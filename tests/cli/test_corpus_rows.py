@@ -98,6 +98,7 @@ def test_mistakes_of_pull_requests(tmp_path: Path, capsys) -> None:
     for words, why in (
         ([tmp_path, "-o", out], "is no git clone"),
         ([history.root, "-o", out, "--hold-out-after", "May"], "give a date"),
+        ([history.root, "-o", out, "--no-commits"], "has no pull request on its main line"),
         ([history.root, "-o", out, "--archive", tmp_path / "none"], "no folder with the forge's answers"),
         ([history.root, "-o", out], "can be told as edits: 1 because it deletes or moves files"),
     ):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.fleet_run import tree
 
 from etude.ledger import Ledger
 from etude.ledger.schema import RECOVERY
@@ -23,16 +24,6 @@ from tests.run.test_run import CONFIG, SECONDS, etude, finished, start, versions
 KILLS = 3
 LONG = CONFIG.replace("turns = 2", "turns = 12").replace("tokens = 48", "tokens = 240").replace("512", "1200")
 LONG = LONG.replace("steps = 3", "steps = 2")
-
-
-def tree(pid: int) -> list[int]:
-    """The process and all below it."""
-    pids = [pid]
-    for parent in pids:  # it grows
-        with suppress(OSError):
-            for task in Path(f"/proc/{parent}/task").iterdir():
-                pids += map(int, (task / "children").read_text().split())
-    return pids
 
 
 def sampled(store: Store) -> dict[str, Episode]:

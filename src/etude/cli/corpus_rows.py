@@ -100,6 +100,8 @@ def run_pull_requests(arguments: argparse.Namespace) -> None:
     if clone is None:
         raise UserError(f"{arguments.repository} is no git clone: name one")
     requests = read_pull_requests(clone, arguments.archive, commits=not arguments.no_commits)
+    if not requests:
+        raise UserError(f"{arguments.repository} has no pull request on its main line: drop --no-commits, if it is set")
     left_out: Counter[str] = Counter()
     parts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     name = arguments.repository.resolve().name
