@@ -5,7 +5,7 @@ engines  a run of ten steps on three engines and a player, undisturbed and then 
          the first episode's end and the last version, over the undisturbed rate times the mean share of engines that
          served.
 all      a run of long episodes, all of whose processes are killed at once (SIGSTOP, then SIGKILL, so that none sees
-         another's end) after `seconds` of play, `kills` times, each time resumed.
+         another's end) after `seconds` of play, `kills` times, each time resumed; the last round ends by Ctrl-C.
 
 Tokens sampled are the engines' own counts, asked for right before a kill; kept are those of finished episodes, and of
 journals where the run is not at its end. A command has run twice if its result was stored and it ran again. Each line
@@ -142,10 +142,10 @@ class Watched:
         return total
 
     def kept(self) -> int:
-        """The tokens of episodes that have a result, and of the journals of the others."""
+        """The tokens of episodes that have a result, those of impossible tasks too, and of the others' journals."""
         store, total = open_store(str(self.run / "rollouts")), 0
         for key in store.list():
-            if key[0].isdigit():
+            if key[0].isdigit() or key.startswith("impossible/"):
                 total += decode(store.get(key), Episode).sampled_tokens
         for group, member in {tuple(map(int, key.split("/")[1:3])) for key in store.list("journal")}:
             journal = EpisodeJournal(store, group, member, 10**6)
@@ -255,6 +255,7 @@ def everything(folder: Path, kills: int, seconds: float) -> None:
     config = CONFIG.format(root=ROOT, turns=24, tokens=3000, context=8000, steps=10_000)
     watched = Watched(folder / "all", config)
     watched.start()
+    again = 0
     for number in range(kills + 1):
         deadline, urls = time.monotonic() + DEADLINE, list[str]()
         while not watched.count(urls):
@@ -264,6 +265,8 @@ def everything(folder: Path, kills: int, seconds: float) -> None:
             urls = watched.urls() if (watched.run / "ledger.db").exists() else []
         time.sleep(seconds)
         assert watched.process.poll() is None, (watched.folder / "log").read_text()[-2000:]
+        if number == kills:
+            break
         pids = tree(watched.process.pid)
         own = watched.count(urls)
         for signal_ in (signal.SIGSTOP, signal.SIGKILL):
@@ -272,15 +275,14 @@ def everything(folder: Path, kills: int, seconds: float) -> None:
                     os.kill(pid, signal_)
         watched.process.wait()
         watched.sampled += own
-        if number < kills:
-            again = watched.sampled - watched.kept()
-            figures = {"kill": number + 1, "load": os.getloadavg()[0], "sampled": watched.sampled, "again": again}
-            print(json.dumps(figures), flush=True)
-            watched.start("--resume")
-    kept = watched.kept()
-    share = (watched.sampled - kept) / watched.sampled
-    figures = {"run": "all", "kills": kills, "load": os.getloadavg(), "sampled": watched.sampled, "kept": kept}
-    print(json.dumps({**figures, "again": share, **watched.proof()}), flush=True)
+        again = watched.sampled - watched.kept()
+        figures = {"kill": number + 1, "load": os.getloadavg()[0], "sampled": watched.sampled, "again": again}
+        print(json.dumps(figures), flush=True)
+        watched.start("--resume")
+    watched.process.send_signal(signal.SIGINT)  # between a version and its row in the ledger a kill looks like a loss
+    watched.process.wait(DEADLINE)
+    figures = {"run": "all", "kills": kills, "load": os.getloadavg(), "sampled": watched.sampled}
+    print(json.dumps({**figures, "again": again / watched.sampled, **watched.proof()}), flush=True)
 
 
 def main() -> None:
