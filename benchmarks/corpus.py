@@ -180,7 +180,7 @@ def _waste(corpus: Path) -> tuple[float, float]:
     config = MidtrainConfig.model_validate(
         {"model": {"path": "nano"}, "data": {"sources": [{"path": str(corpus)}]}, "trainer": {"length": LENGTH}}
     )
-    stream = StreamData.of(config, 0)
+    stream = StreamData.of(config)
     packing = {"pad": 0, "separator": stream.separator, "seed": stream.seed, "together": True}
     maker = WindowMaker(stream.readers(), stream.length, **packing)
     padding = tokens = 0

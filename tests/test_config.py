@@ -220,11 +220,12 @@ def test_models_go_by_name_and_by_folder(tmp_path, monkeypatch):
     stages = [
         RLConfig.model_validate({"model": {"path": p}, "tasks": {"dataset": "d"}}) for p in ("./smollm2", "./nano")
     ]
-    stages += [SftConfig.model_validate({"model": {"path": path}}) for path in ("./smollm2", "./nano")]
+    data = {"files": ["a.jsonl"]}
+    stages += [SftConfig.model_validate({"model": {"path": path}, "data": data}) for path in ("./smollm2", "./nano")]
     assert [Path(stage.model.path).absolute().relative_to(tmp_path).as_posix() for stage in stages] == [
         "smollm2", "nano", "smollm2", "nano",
     ]  # fmt: skip
-    assert SftConfig.model_validate({"model": {"path": "smollm2"}}).model.path == PRETRAINED[0].folder
+    assert SftConfig.model_validate({"model": {"path": "smollm2"}, "data": data}).model.path == PRETRAINED[0].folder
     with pytest.raises(UserError, match=r"nowhere is not a folder, nor the name of a model .nano, smollm2"):
         find_model("nowhere")
 

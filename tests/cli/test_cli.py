@@ -212,7 +212,8 @@ def test_resume_reaches_every_stage(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = []
     monkeypatch.setattr(pretrain, "midtrain", lambda config, output, *, resume, show: asked.append((output, resume)))
-    (tmp_path / "m.toml").write_text('stage = "midtrain"\nname = "out"\n')
+    config = 'stage = "midtrain"\nname = "out"\nmodel.path = "nano"\ndata.files = ["a.jsonl"]\n'
+    (tmp_path / "m.toml").write_text(config)
     with pytest.raises(SystemExit) as stop:
         main.main(["train", "m.toml", "--resume"])
     assert not stop.value.code
@@ -224,7 +225,7 @@ def test_keys_of_the_other_stages_are_printed_and_their_run_folders_resumed(tmp_
     from etude.trainer.finetune.config import SftConfig
     from etude.trainer.world import World
 
-    for stage, key in (("sft", "max_lines"), ("midtrain", "mix.code"), ("apply", "measured")):
+    for stage, key in (("sft", "trainer.batch"), ("midtrain", "data.fim"), ("apply", "measured")):
         with pytest.raises(SystemExit) as stop:
             main.main(["train", "--keys", stage])
         assert not stop.value.code
@@ -254,8 +255,8 @@ def test_keys_are_printed_with_defaults_and_meanings(capsys):
 CLUSTER = {"name": "a", "urls": ["http://a:1"], "store": "s"}
 LEAST = {
     "rl": {"tasks": {"repository": "here"}},
-    "midtrain": {},
-    "sft": {"model": {"path": "nano"}},
+    "midtrain": {"model": {"path": "nano"}, "data": {"files": ["a.jsonl"]}},
+    "sft": {"model": {"path": "nano"}, "data": {"files": ["a.jsonl"]}},
     "apply": {"model": {"path": "nano"}, "data": "a", "held_out": "b", "phases": [{"share": 1, "longest": 99}]},
     "live": {"folder": "live", "clusters": [CLUSTER]},
 }
@@ -281,7 +282,7 @@ def test_a_printed_default_is_what_is_used_where_the_key_is_left_out(stage, caps
     given = {key for key, value in least.items() if not isinstance(value, dict)}
     given |= {f"{table}.{key}" for table, value in least.items() if isinstance(value, dict) for key in value}
     for key, text in printed.items():
-        if key not in given and key.partition(".")[0] not in given:
+        if key not in given and key not in least and key.partition(".")[0] not in given:
             assert validate(kind, with_key(least, key, json.loads(text)), key) == left_out, key
 
 
@@ -314,9 +315,10 @@ def test_the_defaults_that_were_not_told(capsys):
             main.main(["train", "--keys", stage])
         rates |= {stage: [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainer.lr = ")]}
     assert [line.partition("  #")[0] for line in rates["midtrain"] + rates["sft"]] == [
-        "trainer.lr = 0.002", "trainer.lr = 2e-05",
+        "trainer.lr = 2e-05", "trainer.lr = 2e-05",
     ]  # fmt: skip
-    adapters = validate(train.stage_kinds()["sft"], {"model": {"path": "nano"}, "trainer": {"lora": {}}}, "sft.toml")
+    values = LEAST["sft"] | {"trainer": {"lora": {}}}
+    adapters = validate(train.stage_kinds()["sft"], values, "sft.toml")
     assert adapters.trainer.lr == 2e-4
 
 

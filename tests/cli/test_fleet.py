@@ -269,7 +269,7 @@ def test_train_refuses_a_fleet_that_does_not_fit(tmp_path, fleet, capsys, monkey
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text('name = "demo"\n[tasks]\nrepository = "r"\n[inference]\nservers = 2\n')
     assert "drop inference.servers" in refusal(capsys, "train", "run.toml", "--dry-run", "--fleet", fleet)
-    Path("sft.toml").write_text('stage = "sft"\n')
+    Path("sft.toml").write_text('stage = "sft"\nmodel.path = "nano"\ndata.files = ["a.jsonl"]\n')
     assert "--fleet is for stage rl" in refusal(capsys, "train", "sft.toml", "--dry-run", "--fleet", fleet)
     Path("fleet2.toml").write_text('stage = "fleet"\n[players]\n')
     assert "of stage fleet: see `etude fleet --help`" in refusal(capsys, "train", "fleet2.toml", "--dry-run")

@@ -40,6 +40,7 @@ CONFIG = """
 stage = "sft"
 name = "tuned"
 model = { path = "nano" }
+data = { files = ["chats.jsonl"] }
 trainer = { mesh = { shard = 2 } }
 """
 

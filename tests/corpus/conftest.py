@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from models.make_nano import tokenizer as bpe
 from tokenizers import Tokenizer
 
 from etude.corpus.filters import FunctionText, function_texts
 from etude.corpus.sources import File
-from etude.trainer.finetune import tokenizer_training as bpe
 from tests.helpers.libraries import clone, releases
 
 __all__ = ["clone", "releases"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.corpus import build, chats
-from etude.corpus.vocabulary import Vocabulary
+from etude.corpus import chats
 from etude.errors import UserError
 from etude.renderers import Renderer, renderer_for
 from etude.renderers.schemas import SCHEMAS
@@ -151,13 +149,3 @@ def test_trajectories_of_other_agents_are_conversations(renderer: Renderer, tmp_
     (tmp_path / "some.jsonl").write_text("\n".join(json.dumps(one) for one in (low, high, TRAJECTORY)))
     some = list(chat_rows([tmp_path / "some.jsonl"], lambda: renderer, min_reward=0.5))
     assert [isinstance(one, chats.LearnedRow) for one in some] == [False, True, False]
-
-
-def test_a_corpus_whose_examples_are_all_too_long_is_refused_and_not_waited_for() -> None:
-    def encode(documents: object) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(np.zeros(99, np.uint32), np.ones(99, np.uint8)) for _ in range(16)]
-
-    words = Vocabulary(encode, pad=0, separator=0, together=16)
-    with pytest.raises(UserError, match=r"of 99 tokens, are longer than trainer.length = 98: raise it"):
-        build.take(itertools.repeat(()), words, 500, 98)
-    assert len(build.take(itertools.repeat(()), words, 500, 99)) == 6

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from models.make_nano.tokenizer import train
 from tokenizers import Tokenizer
 
 from etude.config import EvalConfig
@@ -21,7 +22,6 @@ from etude.rollout.environments.taskset import Taskset
 from etude.rollout.episode import RolloutContext
 from etude.run.evaluate import Measurement
 from etude.tasks.dataset import Dataset, load_dataset
-from etude.trainer.finetune.tokenizer_training import train
 from tests.renderers.families import FAMILIES
 
 TINY = Path(__file__).parent.parent / "tasks" / "data" / "tiny"

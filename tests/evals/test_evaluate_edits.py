@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from models.make_nano import tokenizer as bpe
+from models.make_nano.tokenizer import save as save_tokenizer
 
 from etude.cli import main
 from etude.edits import examples as tables
@@ -17,9 +19,7 @@ from etude.edits.merge import merge
 from etude.edits.sketch import draw_sketch
 from etude.evals.fast_apply import SUITE, merged, run, summary
 from etude.trainer.finetune import pretrain
-from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import NewModelConfig
-from etude.trainer.finetune.pretrain import save_tokenizer
 
 FILE = "import os\n\n\ndef pop(items):\n    value = items[-1]\n    del items[-1]\n    return value\n"
 MODEL = NewModelConfig(

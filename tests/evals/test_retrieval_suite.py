@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.make_nano.tokenizer import save as save_tokenizer
+from models.make_nano.tokenizer import train
 
 from etude.cli.main import main
 from etude.corpus.retrieval import (
@@ -24,8 +26,6 @@ from etude.models.loading import load_model
 from etude.renderers import renderer_for
 from etude.trainer.finetune import document_masks, pretrain
 from etude.trainer.finetune.config import NewModelConfig
-from etude.trainer.finetune.pretrain import save_tokenizer
-from etude.trainer.finetune.tokenizer_training import train
 
 MODEL = NewModelConfig(
     vocab_size=400, hidden_size=48, intermediate_size=96, layers=2, heads=2, kv_heads=1, head_dim=64, expert_size=48,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from models.make_nano.tokenizer import train
 
 from etude.renderers import Renderer, renderer_for
 from etude.tasks.dataset import DATASET_FORMAT, Dataset, Manifest
-from etude.trainer.finetune.tokenizer_training import train
 from tests.helpers.speakers import PATH, SOURCE, TEMPLATE, TEXT, a_task, hermes_tokenizer, write_model
 
 HIDDEN = "from shop import Shop\n\n\ndef test_price():\n    assert Shop().price(4) == 12\n"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from models.make_nano import tokenizer as bpe
+from models.make_nano.tokenizer import save as save_tokenizer
+
 from etude.edits import examples as tables
 from etude.edits.examples import Example
 from etude.edits.formats import edit_prompt
 from etude.edits.sketch import draw_sketch
 from etude.trainer.finetune import pretrain
-from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
-from etude.trainer.finetune.pretrain import save_tokenizer
 
 MODEL = NewModelConfig(
     vocab_size=360, hidden_size=48, intermediate_size=64, layers=2, heads=2, kv_heads=1, head_dim=24, expert_size=32,

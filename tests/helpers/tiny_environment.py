@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from models.make_nano import tokenizer as bpe
+from models.make_nano.tokenizer import save as save_tokenizer
+
 from etude.trainer.finetune import pretrain
-from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import NewModelConfig
-from etude.trainer.finetune.pretrain import save_tokenizer
 
 SHAPE = NewModelConfig(
     vocab_size=320, hidden_size=64, intermediate_size=128, layers=2, heads=2, kv_heads=1, head_dim=64, expert_size=64,

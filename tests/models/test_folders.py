@@ -129,13 +129,14 @@ AT_LOAD = {
     "an encoder": (encoder, "bert is an encoder, whose tokens see those behind them"),
 }  # fmt: skip
 RL = '[model]\npath = "{0}"\n[tasks]\nrepository = "."\n'
-SFT = 'stage = "sft"\n[model]\npath = "{0}"\n'
+SFT = 'stage = "sft"\n[model]\npath = "{0}"\n[data]\nfiles = ["{1}"]\n'
 
 
 def entrances(folder, to: Path):
     """Command lines that take a model folder."""
     (to / "rl.toml").write_text(RL.format(folder))
-    (to / "sft.toml").write_text(SFT.format(folder))
+    (to / "chats.jsonl").write_text("{}")
+    (to / "sft.toml").write_text(SFT.format(folder, to / "chats.jsonl"))
     yield ["serve", str(folder)]
     yield ["eval", str(folder), "--suite", "retrieval"]
     yield ["train", str(to / "rl.toml"), "--dry-run"]

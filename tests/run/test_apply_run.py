@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from models.make_nano import tokenizer as bpe
+from models.make_nano.tokenizer import save as save_tokenizer
 
 from etude.edits import examples as tables
 from etude.edits.examples import Example
@@ -16,9 +18,7 @@ from etude.edits.formats import edit_prompt
 from etude.records import Episode, decode
 from etude.store import open_store
 from etude.trainer.finetune import applied_edits, pretrain
-from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
-from etude.trainer.finetune.pretrain import save_tokenizer
 from etude.weights.manifest import manifests
 
 SHAPE = NewModelConfig(

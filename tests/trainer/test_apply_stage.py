@@ -11,16 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from models.make_nano import tokenizer as bpe
 
 from etude.corpus.dialect import SPECIAL_IDS
-from etude.corpus.vocabulary import compact
 from etude.edits import examples as tables
 from etude.edits.merge import merge
 from etude.edits.sketch import draw_sketch
 from etude.errors import UserError
 from etude.renderers import renderer_for
 from etude.trainer.finetune import applied_edits, pretrain, rename_augmentation
-from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.config import FolderModelConfig, PhaseConfig
 from tests.helpers.apply_edits import MODEL, config, example
 
@@ -56,7 +55,7 @@ def test_short_examples_come_first_and_unseen_ones_before_the_others(folder: Pat
     assert max(lengths[:2]) < 90 < 110 < lengths[2] <= 256
     phases = (PhaseConfig(share=0.5, longest=90), PhaseConfig(share=0.5, longest=256))
     setting = config(folder, tokens=1600).model_copy(update={"phases": phases})
-    rows = applied_edits.rows_of([short, other, long], renderer, compact(tokenizer), setting)
+    rows = applied_edits.rows_of([short, other, long], renderer, 0, 1, setting)
     texts = ["".join(tokenizer.decode(row.tolist(), skip_special_tokens=False)) for row in rows.ids]
     told = "".join(texts)
     assert "c = 3" not in "".join(texts[: len(texts) // 2])
@@ -67,7 +66,7 @@ def test_short_examples_come_first_and_unseen_ones_before_the_others(folder: Pat
     assert 0 < counts[2] < counts[0]
     setting = setting.model_copy(update={"phases": (PhaseConfig(share=1.0, longest=10),)})
     with pytest.raises(UserError, match="at most 10 tokens"):
-        applied_edits.rows_of([short], renderer, compact(tokenizer), setting)
+        applied_edits.rows_of([short], renderer, 0, 1, setting)
 
 
 def test_renamed_examples_are_never_the_same_twice_and_still_merge(folder: Path) -> None:
@@ -94,7 +93,7 @@ def test_renamed_examples_are_never_the_same_twice_and_still_merge(folder: Path)
     setting = config(folder, tokens=80_000).model_copy(update={"phases": phases})
     some = [replace(edit, id=str(i), file=f"{word} = 1\n", sketch=f"{word} = 2\n", result=f"{word} = 2\n")
             for i, word in enumerate(words[:20])]  # fmt: skip
-    rows = applied_edits.rows_of([*some, *others], renderer, compact(tokenizer), setting)
+    rows = applied_edits.rows_of([*some, *others], renderer, 0, 1, setting)
     told = "".join(tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in rows.ids)
     shown = re.findall(r"<code>\n(\w+) = 1", told)
     assert len(shown) > 10

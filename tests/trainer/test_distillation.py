@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from models.make_nano import tokenizer as bpe
+from models.make_nano.tokenizer import save as save_tokenizer
 
 from etude.errors import UserError
 from etude.trainer.finetune import applied_edits, distillation, pretrain
-from etude.trainer.finetune import tokenizer_training as bpe
 from etude.trainer.finetune.packed import PackedPass
-from etude.trainer.finetune.pretrain import save_tokenizer
 from tests.helpers.apply_edits import MODEL, config, example
 
 PHASES = ({"share": 1.0, "longest": 256},)

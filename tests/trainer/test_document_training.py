@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from models.make_nano import tokenizer as bpe
+from models.make_nano.tokenizer import save as save_tokenizer
+from models.make_nano.tokenizer import train as train_tokenizer
 from pydantic import ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from etude.corpus import build
-from etude.corpus.filters import FunctionText, function_texts
-from etude.corpus.retrieval import RetrievalOptions, retrieval_samples
-from etude.corpus.sources import File
+from etude.corpus import RetrievalOptions, folder_functions, retrieval_samples
+from etude.errors import UserError
 from etude.inference.engine.cache import PagedCache
 from etude.inference.engine.documents import Documents
 from etude.inference.engine.forward import logits_of as engine_logits
@@ -32,7 +33,7 @@ from etude.models.key_values import configured
 from etude.renderers import renderer_for
 from etude.renderers.base import document_text
 from etude.trainer.finetune import document_masks, pretrain
-from etude.trainer.finetune.config import CorpusConfig, DocumentsConfig, NewModelConfig, OptimConfig, SftConfig
+from etude.trainer.finetune.config import DocumentsConfig, NewModelConfig, OptimConfig, SftConfig
 from etude.trainer.finetune.config import load as load_stage
 from etude.trainer.finetune.document_masks import (
     DocumentBatch,
@@ -42,8 +43,6 @@ from etude.trainer.finetune.document_masks import (
     logits_of,
     predicting,
 )
-from etude.trainer.finetune.pretrain import save_tokenizer
-from etude.trainer.finetune.tokenizer_training import train as train_tokenizer
 from tests.helpers.folders import state_of
 from tests.helpers.tiny_models import random_model
 
@@ -229,18 +228,16 @@ def test_half_of_the_samples_see_themselves_only_and_rows_repeat() -> None:
 
 
 @pytest.fixture
-def corpus(monkeypatch: pytest.MonkeyPatch) -> build.Corpus:
-    found: list[FunctionText] = [
-        f for word, code in CODE.items() for f in function_texts(File("demo", f"{word}.py", code))
-    ]
-    assert len(found) == 2 * len(WORDS)
-    corpus = build.Corpus(tuple(found), tuple(found), {})
-    monkeypatch.setattr(build, "build_corpus", lambda *args, **kwargs: corpus)
-    return corpus
+def repository(tmp_path: Path) -> Path:
+    (tmp_path / "demo").mkdir()
+    for word, code in CODE.items():
+        (tmp_path / "demo" / f"{word}.py").write_text(code)
+    assert len(folder_functions(tmp_path / "demo")) == 2 * len(WORDS)
+    return tmp_path / "demo"
 
 
 @pytest.fixture
-def base(tmp_path: Path, corpus: build.Corpus) -> Path:
+def base(tmp_path: Path) -> Path:
     model = pretrain.new_model(MODEL, 0)
     model.save_pretrained(tmp_path / "base")
     text = [f"Complete the definition: Name the file that defines value {code}" for code in CODE.values()]
@@ -248,15 +245,19 @@ def base(tmp_path: Path, corpus: build.Corpus) -> Path:
     return tmp_path / "base"
 
 
-def config(base: Path, tokens: int, **chosen: object) -> SftConfig:
+def config(base: Path, tokens: int, repository: Path, **chosen: object) -> SftConfig:
     optim = OptimConfig(tokens=tokens, batch=2, length=512, lr=1e-2, compile=False, threads=1, log_every=1, warmup=0.05)
-    given = {"path": base}
-    return SftConfig(model=given, trainer=optim, corpus=CorpusConfig(), documents=DocumentsConfig(**chosen))
+    documents = {"repositories": [repository], "held_out": [repository], **chosen}
+    rows = repository.with_suffix(".jsonl")
+    chat = {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "value = 1"}]}
+    rows.write_text("\n".join([json.dumps(chat)] * 40))
+    data = {"files": [rows], "epochs": 100} if documents.get("share", 1) < 1 else None
+    return SftConfig.model_validate({"model": {"path": base}, "trainer": optim, "documents": documents, "data": data})
 
 
-def test_samples_are_encoded_as_the_engine_encodes_chats(base: Path, corpus: build.Corpus) -> None:
-    sample = next(retrieval_samples(corpus.train, RetrievalOptions(), 0))
-    tokenizer, renderer = pretrain.bpe.load(base), renderer_for(base)
+def test_samples_are_encoded_as_the_engine_encodes_chats(base: Path, repository: Path) -> None:
+    sample = next(retrieval_samples(folder_functions(repository), RetrievalOptions(), 0))
+    tokenizer, renderer = bpe.load(base), renderer_for(base)
     [encoded] = document_masks.encode(renderer, [sample])
     tokenizer.encode_special_tokens = True
     texts = [document_text(title, text) for title, text in sample.documents]
@@ -271,16 +272,16 @@ def test_samples_are_encoded_as_the_engine_encodes_chats(base: Path, corpus: bui
 
 
 @pytest.mark.slow
-def test_fine_tuning_on_documents_learns_and_resumes_bit_for_bit(base: Path, tmp_path: Path) -> None:
+def test_fine_tuning_on_documents_learns_and_resumes_bit_for_bit(base: Path, repository: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    folder = pretrain.sft(config(base, 40_000, share=0.8), whole)
+    folder = pretrain.sft(config(base, 40_000, repository, share=0.8), whole)
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss/token"] for row in rows if "loss/token" in row]
     assert np.mean(losses[-5:]) < 0.8 * losses[0]
     assert {"eval/full/nll", "eval/full/exact", "eval/own/nll", "eval/own/exact"} <= rows[-1].keys()
     assert (folder / "tokenizer.json").is_file()
-    pretrain.sft(config(base, 40_000, share=0.8), parts, stop_after=7)
-    pretrain.sft(config(base, 40_000, share=0.8), parts, resume=True)
+    pretrain.sft(config(base, 40_000, repository, share=0.8), parts, stop_after=7)
+    pretrain.sft(config(base, 40_000, repository, share=0.8), parts, resume=True)
     one, two = state_of(whole), state_of(parts)
     assert all(torch.equal(one[key], two[key]) for key in one)
 
@@ -296,17 +297,35 @@ def test_fine_tuning_on_documents_learns_and_resumes_bit_for_bit(base: Path, tmp
 )
 def test_impossible_configurations_are_refused(chosen: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        DocumentsConfig.model_validate(chosen)
+        DocumentsConfig.model_validate({"repositories": ["a"], **chosen})
 
 
-def test_compilation_is_refused(tmp_path: Path) -> None:
-    optim = OptimConfig(compile=True, packing="crossing")
+def test_combinations_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    documents = {"repositories": [tmp_path]}
+    values = {"model": {"path": tmp_path}, "documents": documents}
     with pytest.raises(ValidationError, match="without compilation"):
-        SftConfig(model={"path": tmp_path}, trainer=optim, documents=DocumentsConfig())
+        SftConfig.model_validate(values | {"trainer": {"compile": True, "packing": "crossing"}})
+    for wrong in ({"data": {"files": ["a.jsonl"]}}, {"documents": documents | {"share": 0.5}}):
+        with pytest.raises(ValidationError, match=r"with documents.share below 1"):
+            SftConfig.model_validate(values | wrong)
 
 
-def test_the_recipe_loads() -> None:
-    recipe = load_stage(Path(__file__).parents[2] / "models/nano/recipes/documents.toml")
-    assert isinstance(recipe, SftConfig)
-    assert recipe.documents is not None
-    assert recipe.documents.own == 0.5
+def test_missing_repositories_and_data_that_end_early_are_named(base: Path, repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"documents.repositories: .*nowhere is not a folder"):
+        pretrain.sft(config(base, 4_000, tmp_path / "nowhere"), tmp_path / "run")
+    short = config(base, 40_000, repository, share=0.5)
+    assert short.data is not None
+    short = short.model_copy(update={"data": short.data.model_copy(update={"epochs": 1})})
+    with pytest.raises(UserError, match=r"and 20,000 are needed: raise data.epochs"):
+        pretrain.sft(short, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_the_recipe_loads(tmp_path: Path) -> None:
+    recipe = Path(__file__).parents[2] / "models/nano/recipes/documents.toml"
+    whole = tmp_path / "whole.toml"
+    whole.write_text(recipe.read_text().replace("[documents]", '[documents]\nrepositories = ["a"]'))
+    loaded = load_stage(whole)
+    assert isinstance(loaded, SftConfig)
+    assert loaded.documents is not None
+    assert loaded.documents.own == 0.5

@@ -24,7 +24,7 @@ from etude.trainer import checkpoint
 from etude.trainer.activations import checkpoint_activations
 from etude.trainer.finetune import folder as folders
 from etude.trainer.finetune import packed, pretrain
-from etude.trainer.finetune.config import MidtrainConfig, OptimConfig, SftConfig
+from etude.trainer.finetune.config import ApplyConfig, MidtrainConfig, OptimConfig, SftConfig
 from tests.helpers.folders import big_tokenizer, random_weights, state_of, write_folder
 from tests.helpers.speakers import write_model
 
@@ -243,7 +243,10 @@ def test_sft_of_adapters_leaves_the_other_weights_and_a_resumed_run_equals_a_who
     with pytest.raises(UserError, match='"bfloat16" would round them'):
         pretrain.sft(config(tmp_path, wide, trainer=lora | {"dtype": "bfloat16"}), tmp_path / "other")
     with pytest.raises(ValueError, match="what a model has learned"):
-        MidtrainConfig(trainer=OptimConfig(lora=lora["lora"]))
+        ApplyConfig.model_validate(
+            {"model": {}, "data": "a", "held_out": "b", "distill": {"teacher": wide}, "trainer": {"lora": {}}}
+            | {"phases": [{"share": 1, "longest": 99}]}
+        )
 
 
 def test_sft_of_adapters_of_experts_under_transformers_own_attention(tmp_path: Path) -> None:
@@ -289,28 +292,26 @@ def test_sft_learns_from_a_teacher_with_wider_embeddings(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_midtraining_goes_on_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from etude.corpus import build
-    from etude.corpus.filters import function_texts
-    from etude.corpus.sources import File
-    from tests.trainer.test_pretrain import CODE
-
-    found = tuple(function_texts(File("demo", "demo/sums.py", CODE)))
-    monkeypatch.setattr(build, "build_corpus", lambda *args, **kwargs: build.Corpus(found[:-4], found[-1:], {}))
+def test_midtraining_goes_on_from_a_folder(tmp_path: Path) -> None:
+    """Code, fill-in-the-middle and conversations; a base model without a template learns texts alone."""
+    code = [f"def f{i}(items):\n    return [item * {i} for item in items]\n" for i in range(30)]
+    middles = [{"prefix": text[:9], "middle": text[9:20], "suffix": text[20:]} for text in code]
+    rows = [*({"text": text * 20} for text in code), *middles, *map(chat, range(30))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model = write_folder(tmp_path / "model", "qwen3", 1300, torch.bfloat16, max_position_embeddings=8192)
     trainer = {"tokens": 120_000, "batch": 1, "length": 8192, "lr": 2e-2, "threads": 1, "log_every": 1}
-    values = {"model": {"path": model}, "trainer": trainer}
+    values = {"model": {"path": model}, "trainer": trainer, "data": {"files": [tmp_path / "rows.jsonl"], "epochs": 9}}
     result = pretrain.midtrain(MidtrainConfig.model_validate(values), tmp_path / "mid")
     losses = metrics(tmp_path / "mid")
     assert np.mean(losses[-3:]) < 0.85 * losses[0]
-    assert set(json.loads((tmp_path / "mid" / "mix.json").read_text())) == {"code", "fim", "repair"}
+    assert json.loads((tmp_path / "mid" / "data.json").read_text())["files"]["refused_rows"] == 0
     assert AutoTokenizer.from_pretrained(result).get_vocab() == AutoTokenizer.from_pretrained(model).get_vocab()
     assert load_model(result, dtype=torch.bfloat16).config.vocab_size == 1300
     base = write_folder(tmp_path / "base", "qwen3", 1300, template=None, max_position_embeddings=8192)
-    with pytest.raises(UserError, match=r"set mix.repair to 0"):
-        pretrain.midtrain(MidtrainConfig.model_validate(values | {"model": {"path": base}}), tmp_path / "no")
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"Text {i}. " * 300}) for i in range(9)))
-    texts = values | {"model": {"path": base}, "data": {"files": [tmp_path / "texts.jsonl"]}}
+    texts = values | {"model": {"path": base}}
+    with pytest.raises(UserError, match=r"no chat template"):
+        pretrain.midtrain(MidtrainConfig.model_validate(texts), tmp_path / "no")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:60]))
     pretrain.midtrain(MidtrainConfig.model_validate(texts), tmp_path / "text")
     assert metrics(tmp_path / "text")[-1] < metrics(tmp_path / "text")[0]
 

@@ -1,23 +1,24 @@
-"""The stages on a model of a few thousand parameters and a corpus of a few functions; no network, no compilation."""
+"""The stages on a model of a few thousand parameters and the rows of a few functions."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from models.make_nano.__main__ import make
 from pydantic import ValidationError
 
-from etude.corpus import build, packing
-from etude.corpus.dialect import SPECIAL_IDS
-from etude.corpus.filters import FunctionText, function_texts
+from etude.corpus import SPECIAL_IDS, packing
+from etude.corpus.filters import function_texts
 from etude.corpus.sources import File
 from etude.errors import UserError
 from etude.trainer.finetune import config as pretrain_config
 from etude.trainer.finetune import packed, pretrain, training_loop
-from etude.trainer.finetune.config import CorpusConfig, MidtrainConfig, NewModelConfig, OptimConfig, SftConfig
+from etude.trainer.finetune.config import MidtrainConfig, NewModelConfig, OptimConfig, SftConfig
 from tests.helpers.folders import state_of
 
 CODE = "\n\n\n".join(
@@ -31,11 +32,13 @@ MODEL = NewModelConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: tuple[FunctionText, ...] = tuple(function_texts(File("demo", "demo/sums.py", CODE)))
-    corpus = build.Corpus(found[:-4], found[-4:], {"functions": {"kept": len(found) - 4}})
-    monkeypatch.setattr(build, "build_corpus", lambda *args, **kwargs: corpus)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `python -m models.make_nano` writes, of a few functions."""
+    folder = tmp_path_factory.mktemp("nano")
+    found = list(function_texts(File("demo", "demo/sums.py", CODE)))
+    make(found[:-4], found[-4:], folder, shape=MODEL, most=60)
+    return folder
 
 
 def _optim(**changes: object) -> OptimConfig:
@@ -43,8 +46,9 @@ def _optim(**changes: object) -> OptimConfig:
     return OptimConfig.model_validate({**values, **changes})
 
 
-def _midtrain(**changes: object) -> MidtrainConfig:
-    return MidtrainConfig(seed=3, model=MODEL, trainer=_optim(**changes), corpus=CorpusConfig())
+def _config(kind: type[MidtrainConfig | SftConfig], model: Path, rows: Path, **changes: object) -> Any:
+    data = {"files": [rows], "epochs": 100}
+    return kind.model_validate({"seed": 3, "model": {"path": model}, "data": data, "trainer": _optim(**changes)})
 
 
 def _losses(output: Path) -> list[float]:
@@ -52,11 +56,12 @@ def _losses(output: Path) -> list[float]:
     return [row["loss/token"] for row in rows if "loss/token" in row]
 
 
-def test_midtrain_then_sft_lower_the_loss_and_give_a_loadable_model(tmp_path: Path) -> None:
-    folder = pretrain.midtrain(_midtrain(), tmp_path / "mid")
+def test_midtrain_then_sft_lower_the_loss_and_give_a_loadable_model(made: Path, tmp_path: Path) -> None:
+    config = _config(MidtrainConfig, made / "new", made / "midtrain.jsonl")
+    folder = pretrain.midtrain(config, tmp_path / "mid")
     losses = _losses(tmp_path / "mid")
     assert np.mean(losses[-5:]) < 0.6 * losses[0]
-    config = SftConfig(model={"path": folder}, trainer=_optim(tokens=20_000, lr=3e-3), corpus=CorpusConfig())
+    config = _config(SftConfig, folder, made / "sft.jsonl", tokens=20_000, lr=3e-3)
     tuned = pretrain.sft(config, tmp_path / "sft")
     after = _losses(tmp_path / "sft")
     assert np.mean(after[-5:]) < 0.8 * after[0]
@@ -69,13 +74,12 @@ def test_midtrain_then_sft_lower_the_loss_and_give_a_loadable_model(tmp_path: Pa
 
 
 @pytest.mark.parametrize("stage", ["midtrain", "sft"])
-def test_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path, stage: str) -> None:
+def test_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    made: Path, tmp_path: Path, stage: str
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    if stage == "midtrain":
-        run, config = pretrain.midtrain, _midtrain(tokens=6_000)
-    else:
-        model = pretrain.midtrain(_midtrain(tokens=1_000), tmp_path / "mid")
-        run, config = pretrain.sft, SftConfig(model={"path": model}, trainer=_optim(tokens=6_000))
+    run, kind = (pretrain.midtrain, MidtrainConfig) if stage == "midtrain" else (pretrain.sft, SftConfig)
+    config = _config(kind, made / "new", made / f"{stage}.jsonl", tokens=6_000)
     run(config, whole)
     run(config, parts, stop_after=4)
     run(config, parts, resume=True)
@@ -86,19 +90,15 @@ def test_interrupted_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp
     assert len(_losses(whole)) > 4
 
 
-def test_an_unknown_operator_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown operator 'op_magic'; known: op_change"):
-        SftConfig(model={"path": tmp_path}, operators={"op_magic": 1.0})
-
-
-def test_run_folder_is_not_reused_and_resume_needs_a_state(tmp_path: Path) -> None:
+def test_run_folder_is_not_reused_and_resume_needs_a_state(made: Path, tmp_path: Path) -> None:
+    config = _config(MidtrainConfig, made / "new", made / "midtrain.jsonl", tokens=2_000)
     with pytest.raises(UserError, match="no saved state"):
-        pretrain.midtrain(_midtrain(), tmp_path / "run", resume=True)
-    pretrain.midtrain(_midtrain(tokens=2_000), tmp_path / "run", stop_after=1)
+        pretrain.midtrain(config, tmp_path / "run", resume=True)
+    pretrain.midtrain(config, tmp_path / "run", stop_after=1)
     with pytest.raises(UserError, match="already holds a run"):
-        pretrain.midtrain(_midtrain(), tmp_path / "run")
+        pretrain.midtrain(config, tmp_path / "run")
     with pytest.raises(UserError, match="not a model folder"):
-        pretrain.sft(SftConfig(model={"path": tmp_path / "nothing"}), tmp_path / "sft")
+        pretrain.sft(_config(SftConfig, tmp_path / "nothing", made / "sft.jsonl"), tmp_path / "sft")
 
 
 def test_loss_counts_only_labelled_targets(tmp_path: Path) -> None:
@@ -149,8 +149,9 @@ def test_master_weights_keep_updates_smaller_than_bfloat16_can_hold() -> None:
     [
         ('stage = "other"\n', "stage must be one of"),
         ('stage = "midtrain"\nname = "x"\nspeed = 1\n', "speed"),
-        ('stage = "midtrain"\nname = "x"\n[mix]\ncode = 0.9\n', "sum to 1"),
+        ('stage = "midtrain"\nname = "x"\nmodel.path = "nano"\n', "data"),
         ('stage = "sft"\nname = "x"\n', "model"),
+        ('stage = "sft"\nname = "x"\nmodel.path = "nano"\n', "give the files to learn from"),
     ],
 )
 def test_bad_configuration_is_refused(tmp_path: Path, table: str, message: str) -> None:
@@ -160,12 +161,11 @@ def test_bad_configuration_is_refused(tmp_path: Path, table: str, message: str) 
         pretrain_config.load(path)
 
 
-@pytest.mark.parametrize("name", ["midtrain.toml", "sft.toml", "repair.toml", "retry.toml", "documents.toml"])
-def test_recipes_load_and_hold_out_the_demo_library(name: str, tmp_path: Path) -> None:
-    folder = Path(__file__).parents[2] / "models/nano/recipes"
-    together = tmp_path / "together.toml"
-    together.write_text((folder / name).read_text() + (folder / "packages.toml").read_text())
-    corpus = pretrain_config.load(together).corpus
-    names = {package.split("==")[0] for package in corpus.packages}
-    assert not names & {"pydash", "toolz", "boltons", "more-itertools", "funcy"}
-    assert any(package.startswith("pydash==") for package in corpus.held_out)
+@pytest.mark.parametrize("name", ["midtrain", "sft", "repair", "retry"])
+def test_recipes_learn_the_rows_that_are_made_for_them(name: str, made: Path) -> None:
+    data = pretrain_config.load(Path(__file__).parents[2] / f"models/nano/recipes/{name}.toml").data
+    assert data is not None
+    assert [path.as_posix() for path in data.files] == [f"outputs/nano/{name}.jsonl"]
+    assert [path.as_posix() for path in data.held_out] == [f"outputs/nano/held-out-{name}.jsonl"]
+    assert (made / f"{name}.jsonl").is_file()
+    assert (made / f"held-out-{name}.jsonl").is_file()

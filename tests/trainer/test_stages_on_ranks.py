@@ -20,9 +20,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from etude.config import MeshConfig
-from etude.corpus import build, pack_rows
-from etude.corpus.filters import function_texts
-from etude.corpus.sources import File
+from etude.corpus import pack_rows
 from etude.errors import UserError
 from etude.trainer.finetune import applied_edits, pretrain
 from etude.trainer.finetune.config import ApplyConfig, MidtrainConfig, OptimConfig, SftConfig
@@ -34,7 +32,6 @@ from tests.helpers import apply_edits, forked_ranks
 from tests.helpers.folders import write_folder
 from tests.helpers.ranks import free_port
 from tests.trainer.test_folder_stages import chat
-from tests.trainer.test_pretrain import CODE, MODEL
 
 LOSS = 1e-5  # float32 sums in another order
 STAGES = {"midtrain": pretrain.midtrain, "sft": pretrain.sft, "apply": applied_edits.finetune}
@@ -60,7 +57,6 @@ class Case:
 
 
 DENSE = {"batch": 3}  # three passes: one of two ranks has an idle one
-NEW = {"length": 128, "tokens": 2500}
 APPLY = {"length": 256, "tokens": 5120}
 LORA = {"lora": {"rank": 4, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}, "lr": 1e-3}
 NARROW, NONE, CROSSING = {"dtype": "bfloat16"}, {"packing": "none"}, {"packing": "crossing"}
@@ -78,7 +74,7 @@ MORE = {
     "four": Case("midtrain", "moe", {"replicate": 2, "shard": 2, "expert": 2}),
     "shard apply": Case("apply", "apply", {"shard": 2}, trainer=APPLY),
     "from one": Case("sft", "dense", {}, "dense", DENSE, then={"shard": 2}),
-    "new": Case("midtrain", model="new", trainer=NEW),
+    "new": Case("apply", model="new", trainer=APPLY, teacher="moe"),
     "distill": Case("sft", model="dense", teacher="dense"),
     "none": Case("midtrain", trainer=NONE),
     "crossing": Case("sft", model="dense", trainer=CROSSING),
@@ -88,7 +84,7 @@ MORE = {
     "expert lora": Case("midtrain", "lora", {"shard": 2, "expert": 2}, trainer=LORA),
     "shard": Case("sft", "dense", {"shard": 2}, "dense", DENSE),
     "context dense": Case("sft", "dense", {"context": 2}, "dense", DENSE),
-    "shard new": Case("midtrain", "new", {"shard": 2, "expert": 2}, "new", NEW),
+    "shard new": Case("apply", "new", {"shard": 2, "expert": 2}, "new", APPLY, "moe"),
     "shard distill": Case("sft", "distill", {"shard": 2}, "dense", teacher="dense"),
     "context distill": Case("sft", "distill", {"context": 2}, "dense", teacher="dense"),
     "shard none": Case("midtrain", "none", {"shard": 2, "expert": 2}, trainer=NONE),
@@ -119,11 +115,11 @@ def config(root: Path, case: Case, mesh: dict[str, int]) -> Any:
     if case.model != "new":
         values["model"] = {"path": root / case.model}
     else:
-        values["model"] = MODEL.model_dump()
+        values["model"] = apply_edits.MODEL.model_dump()
     if case.stage == "apply":
         values |= {"data": root / "train.parquet", "held_out": root / "heldout.parquet", "measured": 5}
         values |= {"phases": ({"share": 1.0, "longest": 256},)}
-    elif case.model != "new":
+    else:
         file = root / ("texts.jsonl" if case.stage == "midtrain" else "chats.jsonl")
         values["data"] = {"files": [file], "held_out": [file]}
     if case.teacher:
@@ -135,8 +131,6 @@ def compute(root: Path, cases: dict[str, Case]) -> str:
     """Each rank's part of the cases. Returns why two ranks do not train on files without a row."""
     rank = dist.get_rank()
     dist.destroy_process_group()
-    texts = tuple(function_texts(File("demo", "demo/sums.py", CODE)))
-    build.build_corpus = lambda *args, **kwargs: build.Corpus(texts[:-4], (), {})
     groups = {0: (4, 2), 1: (4, 2), 2: (4, 1), 3: (4,)}[rank]
     for ranks in groups:
         for name, case in cases.items():

@@ -49,7 +49,7 @@ def texts(path: Path, count: int, word: str = "tree", longest: int = 20, **more:
 def stream(model: Path, files: dict[str, Any], stage: str = "midtrain", **trainer: Any) -> StreamData:
     kind = {"midtrain": MidtrainConfig, "sft": SftConfig}[stage]
     values = {"model": {"path": model}, "data": files, "trainer": {"length": LENGTH} | trainer, "seed": 3}
-    return StreamData.of(kind.model_validate(values), PAD)
+    return StreamData.of(kind.model_validate(values))
 
 
 def maker(rows: StreamData, *, together: bool = True) -> WindowMaker:

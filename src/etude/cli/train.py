@@ -222,7 +222,7 @@ def _print_data(config: Any) -> None:
         from etude.trainer.finetune import data
     except ModuleNotFoundError as e:
         return print(f"no estimate of the data: this installation has no {e.name}", file=sys.stderr)
-    for line in data.described(data.estimates(data.StreamData.of(config, 0)), config.trainer.tokens):
+    for line in data.described(data.estimates(data.StreamData.of(config)), config.trainer.tokens):
         print(line, file=sys.stderr)
 
 

@@ -296,3 +296,23 @@ OPERATORS: dict[str, Operator] = {
     "bool_flip": _bool_flip,
     "wrong_name": _wrong_name,
 }
+
+# Weights of the mutation operators. Changes of an expression dominate, as in real one-line bugs; the repair of a
+# removal needs more than copying.
+OPERATOR_WEIGHTS: dict[str, float] = {
+    "op_change": 10,
+    "op_flip": 8,
+    "op_swap": 8,
+    "op_break_chain": 6,
+    "op_const": 9,
+    "bool_flip": 4,
+    "negate_cond": 14,
+    "wrong_name": 8,
+    "invert_if": 6,
+    "shuffle_lines": 5,
+    "remove_assign": 5,
+    "remove_cond": 5,
+    "remove_return": 3,
+    "remove_loop": 2,
+    "remove_wrapper": 1,
+}

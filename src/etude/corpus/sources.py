@@ -1,14 +1,11 @@
-"""The sources of training text: the running standard library, and pinned, permissively licensed packages.
+"""The sources of training text: folders, and pinned, permissively licensed packages.
 
 Every source is recorded with its exact version and the licence that its own metadata declares. A source without a
 permissive licence is refused, so a corpus holds only text that may be used and redistributed.
 """
 
-import json
-import platform
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from etude.code import fetch_wheel, is_permissive, metadata_licence
@@ -18,7 +15,7 @@ from etude.errors import UserError
 
 @dataclass(frozen=True)
 class PackageSource:
-    """One package (or the standard library): `root` holds its Python files, `licence` is what its metadata declares."""
+    """One package: `root` holds its Python files, `licence` is what its metadata declares."""
 
     name: str
     version: str
@@ -33,11 +30,6 @@ class File:
     source: str
     path: str
     text: str
-
-
-def standard_library() -> PackageSource:
-    """The standard library of the running interpreter (PSF licence)."""
-    return PackageSource("python", platform.python_version(), "PSF-2.0", Path(sysconfig.get_paths()["stdlib"]))
 
 
 def fetch_source(requirement: str, directory: Path) -> PackageSource:
@@ -64,15 +56,3 @@ def files(source: PackageSource) -> Iterator[File]:
         except (ValueError, OSError):
             continue
         yield File(source.name, relative.as_posix(), text)
-
-
-def collect(requirements: Sequence[str], directory: Path, *, standard: bool = True) -> list[PackageSource]:
-    """Fetch every pinned requirement (after the standard library when `standard`), in order."""
-    library = [standard_library()] if standard else []
-    return library + [fetch_source(requirement, directory) for requirement in requirements]
-
-
-def provenance(sources: Iterable[PackageSource]) -> str:
-    """The JSON list of {name, version, licence} to store next to data made from these sources."""
-    rows = [{k: v for k, v in asdict(source).items() if k != "root"} for source in sources]
-    return json.dumps(rows, indent=1)

@@ -18,9 +18,9 @@ from etude.corpus import (
     FunctionText,
     RetrievalOptions,
     RetrievalSample,
-    build,
     fetch_source,
     folder_functions,
+    package_functions,
     retrieval_samples,
 )
 from etude.errors import UserError
@@ -99,7 +99,7 @@ def questions(repositories: Sequence[Path], count: int, seed: int) -> list[Retri
             raise UserError(f"{folder} is not a folder: give the folder of a Python repository")
         functions += folder_functions(folder)
     for requirement in () if repositories else RETRIEVAL_HELD_OUT:
-        functions += build.extract(fetch_source(requirement, CACHE))
+        functions += package_functions(fetch_source(requirement, CACHE))
     try:
         return list(islice(retrieval_samples(functions, RetrievalOptions(), seed), count))
     except ValueError as e:

@@ -32,7 +32,7 @@ from etude.harness.loop import (
     run_agent_loop,
     turn_seed,
 )
-from etude.harness.prompts import SYSTEM, check_context, messages_of, open_task, schemas_of
+from etude.harness.prompts import check_context, messages_of, open_task, schemas_of
 from etude.harness.python_tools import UsersBox, call_until, import_tools, tool
 from etude.harness.ranking import Lexical
 from etude.harness.token_ledger import TokenLedger, TokenLedgerError

@@ -15,7 +15,6 @@ from etude.errors import UserError
 from etude.renderers.arguments import fitted, read_call, typed_argument
 from etude.renderers.base import (
     LONGEST_TOKEN,
-    ROLES,
     TITLE,
     Message,
     ParsedTurn,

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from etude.code import draw_mutant, functions
-from etude.corpus import OPERATOR_WEIGHTS, StringEdit, edit_between
+from etude.code import OPERATOR_WEIGHTS, draw_mutant, functions
+from etude.corpus import StringEdit, edit_between
 from etude.harness import FullTools, messages_of
 from etude.records import CodeTask, ToolCall
 from etude.sandbox import Box

@@ -20,13 +20,13 @@ import torch
 from transformers import PreTrainedModel
 
 from etude.corpus import Encoded, Rows, join_rows, pack_rows, shuffle_rows
-from etude.corpus.vocabulary import Vocabulary
 from etude.edits import Example, edit_prompt, load_examples
 from etude.errors import UserError
 from etude.models.head import head_of
 from etude.renderers import Renderer, renderer_for
-from etude.trainer.finetune import distillation, folder, foreign_rows, packed, pretrain, rename_augmentation
+from etude.trainer.finetune import distillation, folder, packed, pretrain, rename_augmentation
 from etude.trainer.finetune.config import ApplyConfig, NewModelConfig
+from etude.trainer.finetune.texts import TextEncoder
 from etude.trainer.finetune.training_loop import Show, StageRun
 from etude.trainer.sharding import reshard, within, world_of
 from etude.trainer.world import World
@@ -60,9 +60,9 @@ def finetune(
             raise UserError(f"model.vocab_size = {source.vocab_size}, and {folders[0]} has {size}: use the latter")
         compute = distillation.loss_function(model, teacher, config.distill.share)
     renderer = renderer_for(folders[0], tools=False)
-    words = foreign_rows.vocabulary_of(folders[0], folder.pad_of(model), lambda: renderer)
+    separator, pad = TextEncoder(folders[0]).separator, folder.pad_of(model)
     pretrain.prepare(output, config, resume, world)
-    rows, _ = pretrain.rows_once(output, lambda: (rows_of(train, renderer, words, config), None), world)
+    rows = pretrain.rows_once(output, lambda: rows_of(train, renderer, separator, pad, config), world)
     tests = measured(held_out, renderer, config.measured, optim.length, config.seed)
     if config.context is not None:
         model.config.get_text_config().max_position_embeddings = config.context
@@ -73,7 +73,7 @@ def finetune(
         optim,
         StageRun(output, folders[0], resume, stop_after, types, config.seed, show),
         kind=kind,
-        pad=words.pad,
+        pad=pad,
         compute=compute,
         measure=lambda current: summary(likelihoods(current, tests)),
     )
@@ -102,7 +102,7 @@ def encode(examples: Sequence[Example], renderer: Renderer) -> list[Encoded]:
     return encoded
 
 
-def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, config: ApplyConfig) -> Rows:
+def rows_of(examples: Sequence[Example], renderer: Renderer, separator: int, pad: int, config: ApplyConfig) -> Rows:
     """Packed rows, phase after phase. In each phase examples come by weight, unused ones first, and a share of them
     with other names. Raises UserError if a phase has no example short enough."""
     rng = random.Random(config.seed)
@@ -114,7 +114,7 @@ def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, 
         pool = [i for i, length in enumerate(lengths) if length <= phase.longest]
         if not pool:
             raise UserError(f"no edit has at most {phase.longest} tokens: raise phases.longest or give shorter files")
-        budget, chosen = phase.share * config.trainer.corpus_tokens, list[Encoded]()
+        budget, chosen = phase.share * config.trainer.made_tokens, list[Encoded]()
         while budget > 0:
             # Exponential keys divided by weights order a weighted sample without replacement.
             keys = {i: (used[i], rng.expovariate(1.0) / examples[i].weight) for i in pool}
@@ -130,7 +130,7 @@ def rows_of(examples: Sequence[Example], renderer: Renderer, words: Vocabulary, 
                 if len(ids) <= phase.longest:  # other names may be longer
                     chosen.append((ids, mask))
                     budget -= len(ids)
-        rows = pack_rows(chosen, config.trainer.length, pad=words.pad, separator=words.separator)
+        rows = pack_rows(chosen, config.trainer.length, pad=pad, separator=separator)
         parts.append(shuffle_rows(rows, config.seed + number))
     return join_rows(parts)
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from etude.config import LoraConfig, MeshConfig, Section, check_device_of_ranks, find_model
 from etude.config.sections import NAME, ChatTemplateOrNone, option
-from etude.corpus import OPERATOR_WEIGHTS, RETRIEVAL_KINDS, RetrievalOptions
+from etude.corpus import RETRIEVAL_KINDS, RetrievalOptions
 from etude.errors import UserError
 
 
@@ -63,54 +63,14 @@ AnyModel = Annotated[
 ]
 
 
-class CorpusConfig(Section):
-    """The source of functions. `held_out` packages are never trained on, nor is any function that overlaps them."""
-
-    packages: tuple[str, ...] = ()
-    held_out: tuple[str, ...] = ()
-    evaluation: tuple[str, ...] = ()
-    standard_library: bool = True
-    per_package: int = Field(default=4000, gt=0)
-    cache: Path = Path("outputs/corpus")
-
-
-class MixConfig(Section):
-    """Shares of mid-training tokens; they must sum to 1."""
-
-    code: float = 0.45
-    fim: float = 0.15
-    repair: float = 0.40
-
-    @model_validator(mode="after")
-    def _sums_to_one(self) -> MixConfig:
-        if abs(self.code + self.fim + self.repair - 1) > 1e-6:
-            raise ValueError("the shares in [mix] must sum to 1")
-        return self
-
-
-class ShapesConfig(Section):
-    """Shares of the episode shapes of supervised fine-tuning; they must sum to 1."""
-
-    blind: float = 0.35
-    tested: float = 0.35
-    recovers: float = 0.20
-    no_match: float = 0.02
-    no_change: float = 0.0
-    gives_up: float = 0.08
-
-    @model_validator(mode="after")
-    def _sums_to_one(self) -> ShapesConfig:
-        if abs(sum(self.model_dump().values()) - 1) > 1e-6:
-            raise ValueError("the shares in [shapes] must sum to 1")
-        return self
-
-
 class DocumentsConfig(Section):
-    """Prompts with documents in place of repair episodes, for a `share` of the tokens: cross-file retrieval, with
-    `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that see them. In a
-    share `own` of the samples each document sees only itself, as in the engine; their loss includes, with weight
-    `kl`, the divergence from the same weights with all documents visible to each other."""
+    """Prompts with documents, for a `share` of the tokens; the others are rows of `data`. Cross-file retrieval in
+    `repositories`, with `least` to `most` excerpts of at most `chars` characters, and up to `questions` prompts that
+    see them. In a share `own` of the samples each document sees only itself, as in the engine; their loss includes,
+    with weight `kl`, the divergence from the same weights with all documents visible to each other."""
 
+    repositories: tuple[Path, ...] = Field(min_length=1, description="folders of Python files, one for a repository")
+    held_out: tuple[Path, ...] = option((), "folders whose questions are measured with every checkpoint")
     least: int = Field(default=4, ge=2)
     most: int = Field(default=10, le=30)
     chars: int = Field(default=320, ge=80)
@@ -141,7 +101,9 @@ class OptimConfig(Section):
     runs on max(tokens / `tokens`, elapsed / `minutes`), so a run ends on time with a decayed learning rate on a machine
     of any speed. Without `minutes` it depends on tokens alone and the run is reproducible."""
 
-    tokens: int | None = option(None, "padding included; default: all of the data, or 10 million of a corpus", gt=0)
+    tokens: int | None = option(
+        None, "padding included; default: all of the data; of documents and edits 10 million", gt=0
+    )
     minutes: float | None = option(None, "the learning rate has decayed by then", gt=0)
     batch: int = option(12, "rows of an optimizer step", gt=0)
     micro_batch: int | None = option(
@@ -195,8 +157,8 @@ class OptimConfig(Section):
         return self
 
     @property
-    def corpus_tokens(self) -> int:
-        """Number of tokens to make from a corpus, which has no end."""
+    def made_tokens(self) -> int:
+        """Number of tokens to make of functions or edits, which has no end."""
         return self.tokens or 10_000_000
 
 
@@ -217,7 +179,7 @@ class DataSourceConfig(Section):
 
 
 class DataConfig(Section):
-    """Files in place of the corpus: rows of `messages` (OpenAI's format), ATIF trajectories, and, in mid-training, rows
+    """Files of rows: rows of `messages` (OpenAI's format), ATIF trajectories, and, in mid-training, rows
     of `text` or of `prefix`, `suffix` and `middle`; or `sources` of such rows, mixed by weight. Unusable rows are
     counted and named in data.json of the run folder."""
 
@@ -267,23 +229,12 @@ class _Stage(Section):
 
 
 class MidtrainConfig(_Stage):
-    """Mid-training on code, of a folder's model or of a new one (its shape) with a new tokenizer. With `data`, on its
-    texts and conversations instead, of which every token is learned."""
+    """Mid-training of a folder's model on the texts and conversations of `data`, of which every token is learned."""
 
     stage: Literal["midtrain"] = "midtrain"
     name: str = _name("midtrain")
-    model: AnyModel = NewModelConfig()
-    trainer: OptimConfig = OptimConfig(lr=LR)
-    corpus: CorpusConfig = CorpusConfig()
-    mix: MixConfig = MixConfig()
-    data: DataConfig | None = None
-
-    @model_validator(mode="after")
-    def _has_a_tokenizer(self) -> MidtrainConfig:
-        if self.data is not None and isinstance(self.model, NewModelConfig):
-            raise ValueError("a new model's tokenizer is made from the corpus: give model.path to train on data")
-        _refuse_adapters(self.model, self.trainer)
-        return self
+    model: FolderModelConfig
+    data: DataConfig
 
 
 class DistillConfig(Section):
@@ -295,41 +246,31 @@ class DistillConfig(Section):
 
 
 class SftConfig(_Stage):
-    """`model.path` is the model to start from. It learns from `data`, or from repair episodes of the corpus, without
-    functions of more than `max_lines` lines. With `documents`, rows of batch * length tokens hold prompts with
-    documents, too. With `distill` it also learns from a teacher."""
+    """`model.path` is the model to start from. It learns from `data`, in rows of their own. With `documents`, rows of
+    batch * length tokens hold prompts with documents. With `distill` it also learns from a teacher."""
 
     stage: Literal["sft"] = "sft"
     name: str = _name("sft")
     model: FolderModelConfig
-    corpus: CorpusConfig = CorpusConfig()
     data: DataConfig | None = None
     distill: DistillConfig | None = None
-    shapes: ShapesConfig = ShapesConfig()
-    operators: dict[str, float] = Field(
-        OPERATOR_WEIGHTS, description="weights of the mutation operators; absent ones are unused"
-    )
-    max_lines: int = Field(default=30, ge=3)
     documents: DocumentsConfig | None = None
 
-    @field_validator("operators")
-    @classmethod
-    def _known(cls, operators: dict[str, float]) -> dict[str, float]:
-        if unknown := sorted(operators.keys() - OPERATOR_WEIGHTS.keys()):
-            raise ValueError(f"unknown operator {unknown[0]!r}; known: {', '.join(OPERATOR_WEIGHTS)}")
-        return operators
-
     @model_validator(mode="after")
-    def _one_kind(self) -> SftConfig:
+    def _possible(self) -> SftConfig:
         if self.documents is None:
+            if self.data is None:
+                raise ValueError('give the files to learn from: [data] files = ["chats.jsonl"], or [documents]')
             return self
         # Every row has its own mask, and each would be compiled.
         if self.trainer.compile:
             raise ValueError("prompts with documents are trained without compilation: set trainer.compile to false")
         if self.trainer.mesh.ranks > 1:
             raise ValueError("prompts with documents are one row of a step, for one rank: drop trainer.mesh")
-        if self.data is not None or self.distill is not None:
-            raise ValueError("prompts with documents come from the corpus, without a teacher: drop data and distill")
+        if self.distill is not None:
+            raise ValueError("prompts with documents have no teacher: drop distill")
+        if (self.documents.share < 1) != (self.data is not None):
+            raise ValueError("data is for the tokens without documents: give it with documents.share below 1")
         return self
 
 

@@ -14,19 +14,16 @@ from etude.corpus import (
     Encoded,
     LearnedRow,
     RowEncoders,
-    TextPiece,
     chat_files,
     is_corpus,
     middle_of,
-    special_piece,
 )
 from etude.corpus.streams import FileStretch, RowSource, SourceReader, StreamFile, changed, scan
-from etude.corpus.vocabulary import Vocabulary
 from etude.errors import UserError
 from etude.renderers import renderer_for
 from etude.runfolder import write
-from etude.trainer.finetune import foreign_rows
-from etude.trainer.finetune.config import DataConfig, MidtrainConfig, NewModelConfig, SftConfig
+from etude.trainer.finetune.config import DataConfig, MidtrainConfig, SftConfig
+from etude.trainer.finetune.texts import TextEncoder
 
 HELD_OUT_TOKENS = 2**19
 HELD_OUT, FILES = "held_out", "files"
@@ -53,21 +50,20 @@ class StreamData:
     seed: int
 
     @classmethod
-    def of(cls, config: MidtrainConfig | SftConfig, pad: int) -> StreamData:
+    def of(cls, config: MidtrainConfig | SftConfig) -> StreamData:
         """That of a configuration with data; reads all its files once. Raises UserError for files that cannot be used,
         and for rows that the tokenizer cannot express."""
         data, model = config.data, config.model
         assert data is not None
-        assert not isinstance(model, NewModelConfig)
         renderer = cache(partial(renderer_for, model.path, tools=False))
         if isinstance(config, SftConfig):
             encoders, separator, look = RowEncoders(renderer, min_reward=data.min_reward), None, None
         else:
-            words = foreign_rows.vocabulary_of(model.path, pad, renderer)
+            words = TextEncoder(model.path)
             separator, look = words.separator, None
-            encoders = RowEncoders(renderer, partial(_text, words), _middle(words, data.fim), data.min_reward)
-            if data.fim == "tokens":
-                look = partial(_refuse_middle, _middle_error(words, model.path))
+            encoders = RowEncoders(renderer, words.text, _middle(words, data.fim), data.min_reward)
+            if data.fim == "tokens" and not words.has_middle:
+                look = partial(_refuse_middle, model.path)
         sources = tuple(_sources(data, look))
         held_out = [*data.held_out, *_held_out_of(data)]
         tests = [RowSource(HELD_OUT, _stretches([path], HELD_OUT, look), shuffled=False) for path in held_out]
@@ -140,47 +136,43 @@ def _stretches(
     return [stretch for file in files for stretch in scan(file, by_source=by_source, look=look)]
 
 
-def _text(words: Vocabulary, text: str) -> Encoded:
-    return words.encode([(TextPiece(text),)])[0]
-
-
-def _middle(words: Vocabulary, fim: str) -> Callable[[str, str, str], LearnedRow]:
+def _middle(words: TextEncoder, fim: str) -> Callable[[str, str, str], LearnedRow]:
     """The encoder of prefix, suffix and middle."""
 
     def encode(prefix: str, suffix: str, middle: str) -> LearnedRow:
         if fim == "skip":
             raise ValueError('rows of fill-in-the-middle are left out (data.fim = "skip")')
         if fim == "text":
-            return LearnedRow("", _text(words, prefix + middle + suffix))
-        parts = zip(("prefix", "suffix", "middle"), (prefix, suffix, middle), strict=True)
-        pieces = [piece for name, text in parts for piece in (special_piece(f"<|fim_{name}|>"), TextPiece(text))]
-        return LearnedRow("", words.encode([tuple(pieces)])[0], whole=True)
+            return LearnedRow("", words.text(prefix + middle + suffix))
+        return LearnedRow("", words.middle(prefix, suffix, middle), whole=True)
 
     return encode
 
 
-def _middle_error(words: Vocabulary, model: Path) -> str | None:
-    """Why the tokenizer cannot express fill-in-the-middle."""
-    try:
-        _middle(words, "tokens")("a", "a", "a")
-    except UserError:
-        return (
-            f'the tokenizer of {model} has no tokens for fill-in-the-middle: set data.fim to "text" or "skip", or drop '
-            "such rows"
-        )
-    return None
-
-
-def _refuse_middle(why: str | None, line: bytes) -> None:
-    """Raises UserError for a row of fill-in-the-middle, if there is a reason."""
-    if why is None or b'"middle"' not in line:
+def _refuse_middle(model: Path, line: bytes) -> None:
+    """Raises UserError for a row of fill-in-the-middle."""
+    if b'"middle"' not in line:
         return
     try:
         row = msgspec.json.decode(line)
     except msgspec.MsgspecError:
         return
     if isinstance(row, dict) and middle_of(row) is not None:
-        raise UserError(why)
+        raise UserError(
+            f'the tokenizer of {model} has no tokens for fill-in-the-middle: set data.fim to "text" or "skip", or drop '
+            "such rows"
+        )
+
+
+def first_rows(config: SftConfig, tokens: int) -> list[Encoded]:
+    """Rows of the data, of `tokens` tokens in all. Raises UserError if the data end before."""
+    (reader,) = StreamData.of(config).readers()
+    rows: list[Encoded] = []
+    while reader.cursor.taken < tokens:
+        if reader.ended:
+            raise UserError(f"data has {reader.cursor.taken:,} tokens, and {tokens:,} are needed: raise data.epochs")
+        rows += [(one.ids, one.mask) for one in reader.documents()]
+    return rows
 
 
 @dataclass(frozen=True)

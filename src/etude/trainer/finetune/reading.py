@@ -125,7 +125,7 @@ def _read_all(output: Path, pad: int, place: StreamPlace, send: Callable[[Frame]
     values = json.loads((output / "config.json").read_text(encoding="utf-8"))
     kinds = {"midtrain": MidtrainConfig, "sft": SftConfig}
     config = kinds[values["stage"]].model_validate(values)
-    stream = data.StreamData.of(config, pad)
+    stream = data.StreamData.of(config)
     data.keep_files(stream.files, output / FILE_LIST)
     tests, readers = stream.readers(held_out=True), stream.readers()
     _restore(readers, place, output / REPORT)

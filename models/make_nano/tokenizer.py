@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
-from etude.corpus import SPECIALS
+from etude.corpus.dialect import SPECIALS
 
 # Indentation and line ends are tokens of their own, so a line has the same tokens in a file and alone in an edit.
 _PATTERN = r" {2,}|\n| ?_*\p{L}+| ?_+| ?\p{N}| ?[^\s\p{L}\p{N}_]+|\s"
@@ -50,3 +51,20 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load(directory: Path) -> Tokenizer:
     """The tokenizer of a model folder, to encode pieces of text."""
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def save(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
+    """Writes the tokenizer files of a Hugging Face model folder, with the chat template in chat_template.jinja."""
+    # Texts for the saved tokenizer (a rendered chat template) may contain special tokens.
+    tokenizer.encode_special_tokens = False
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=None,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        extra_special_tokens=list(SPECIALS),
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)

@@ -1,23 +1,19 @@
+"""The repair episodes that nano is made of."""
+
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
+from models.make_nano.episodes import SHAPES, break_function, episode, failure
 from tokenizers import Tokenizer
 
+from etude.code import OPERATOR_WEIGHTS
 from etude.code.operators import OPERATORS
-from etude.corpus import dialect
-from etude.corpus.dialect import SPECIAL_IDS, SPECIALS
-from etude.corpus.filters import FunctionText
-from etude.corpus.repair_episodes import (
-    OPERATOR_WEIGHTS,
-    SHAPES,
-    StringEdit,
-    break_function,
-    edit_between,
-    episode,
-    failure,
-)
+from etude.corpus import FunctionText, StringEdit, edit_between
+from etude.corpus.chats import chat_of, encode_chat
+from etude.renderers.compact import CompactRenderer
 
 
 def test_edit_is_the_smallest_unique_one() -> None:
@@ -52,79 +48,63 @@ def test_the_edit_restores_the_original_exactly(corpus: list[FunctionText]) -> N
     assert made > 300
 
 
-def _calls(ids: list[int], tokenizer: Tokenizer) -> list[list[str]]:
-    text = tokenizer.decode(ids, skip_special_tokens=False)
-    return [call.split("<|end|>")[0].split("<|arg|>") for call in text.split("<|call|>")[1:]]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-def test_playing_an_episode_ends_where_it_says(shape: str, corpus: list[FunctionText], tokenizer: Tokenizer) -> None:
+def test_playing_an_episode_ends_where_it_says(shape: str, corpus: list[FunctionText]) -> None:
     """Apply every call to the broken function: the results in the episode are those the tools would give."""
     rng = random.Random(5)
     played = 0
     for function in corpus * 20:
         broken = break_function(function, rng)
-        document = episode(broken, shape, rng) if broken else None
-        if broken is None or document is None:
+        messages = episode(broken, shape, rng) if broken else None
+        if broken is None or messages is None:
             continue
         played += 1
-        ((ids, _),) = dialect.encode(tokenizer, [document])
-        text = dialect.text(document)
-        results = [part.split("<|end|>")[0] for part in text.split("<|tool|>")[1:]]
+        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        results = [message["content"].split(":") for message in messages if message["role"] == "tool"]
         current, history, got = broken.source, [], []
-        for name, *arguments in _calls(ids.tolist(), tokenizer):
+        for call in calls:
+            name, arguments = call["name"], json.loads(call["arguments"])
             if name == "edit":
                 try:
-                    after = StringEdit(*arguments).apply(current)
+                    after = StringEdit(**arguments).apply(current)
                     history.append(current)
                     current = after
-                    got.append("ok")
+                    got.append(["ok"])
                 except ValueError as error:
-                    got.append(f"error: {error}")
+                    got.append(["error", f" {error}"])
             elif name == "undo":
                 current = history.pop()
-                got.append("undone")
+                got.append(["undone"])
             elif name == "test":
-                got.append("passed" if current == function.source else "failed")
-        said = [line.split(":")[0] if line.startswith("failed") else line for r in results for line in r.split("\n")]
-        assert got[: len(said)] == said
+                got.append(["passed" if current == function.source else "failed"])
+        assert got[: len(results)] == [result[:1] if result[0] == "failed" else result for result in results]
         assert (current == function.source) == (shape != "gives_up")
-        assert text.endswith("<|call|>finish<|end|>")
+        assert messages[-1]["tool_calls"][-1]["function"]["name"] == "finish"
     assert played > 20
 
 
-def test_mask_covers_exactly_what_the_assistant_should_say(corpus: list[FunctionText], tokenizer: Tokenizer) -> None:
-    rng = random.Random(2)
+def test_turns_with_a_wrong_edit_are_not_learned(corpus: list[FunctionText], tokenizer: Tokenizer) -> None:
+    """By token, as stage sft encodes the rows: what is learned holds the right edit alone, and ends the episode."""
+    rng, renderer = random.Random(2), CompactRenderer(tokenizer)
     for shape in SHAPES:
-        document = None
-        while document is None:
+        messages = None
+        while messages is None:
             broken = break_function(corpus[0], rng)
-            document = episode(broken, shape, rng) if broken else None
-        ((ids, mask),) = dialect.encode(tokenizer, [document])
-        role = ""
-        wrong = shape in ("recovers", "no_match", "no_change", "gives_up")
-        for token, labelled in zip(ids.tolist(), mask.tolist(), strict=True):
-            if SPECIALS[token : token + 1] and SPECIALS[token] in ("<|user|>", "<|assistant|>", "<|tool|>"):
-                role = SPECIALS[token]
-                assert not labelled
-            elif role != "<|assistant|>":
-                assert not labelled
-            elif not wrong or token == SPECIAL_IDS["<|end|>"]:
-                assert labelled
-        spoken = tokenizer.decode([t for t, m in zip(ids, mask, strict=True) if m], skip_special_tokens=False)
+            messages = episode(broken, shape, rng) if broken else None
+        ids, mask = encode_chat(chat_of("", {"messages": messages}), renderer)
+        learned = tokenizer.decode(ids[mask == 1].tolist(), skip_special_tokens=False)
         right = f"<|call|>edit<|arg|>{broken.edit.old}<|arg|>{broken.edit.new}"
-        assert spoken.count("<|call|>edit<|arg|>") == (0 if shape == "gives_up" else 1)
-        assert (right in spoken) == (shape != "gives_up")
-        assert spoken.endswith("<|call|>finish<|end|>")
+        assert learned.count("<|call|>edit<|arg|>") == (0 if shape == "gives_up" else 1)
+        assert (right in learned) == (shape != "gives_up")
+        assert learned.endswith("<|call|>finish<|end|>")
 
 
-def test_exact_text_of_the_simplest_episode(corpus: list[FunctionText]) -> None:
+def test_exact_text_of_the_simplest_episode(corpus: list[FunctionText], tokenizer: Tokenizer) -> None:
     rng = random.Random(3)
     broken = break_function(corpus[1], rng)
     assert broken is not None
-    document = episode(broken, "tested", rng)
-    assert document is not None
-    assert dialect.text(document) == (
+    ids, _ = encode_chat(chat_of("", {"messages": episode(broken, "tested", rng)}), CompactRenderer(tokenizer))
+    assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == (
         f"<|user|>Fix `clamp` in {broken.path}\n{broken.source}<|end|>"
         f"<|assistant|><|call|>edit<|arg|>{broken.edit.old}<|arg|>{broken.edit.new}<|call|>test<|end|>"
         "<|tool|>ok\npassed<|end|><|assistant|><|call|>finish<|end|>"

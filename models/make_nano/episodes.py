@@ -1,54 +1,21 @@
 """Repair episodes as training text: a broken function, and the search-and-replace edit that repairs it."""
 
+from __future__ import annotations
+
 import builtins
+import json
 import keyword
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from etude.code import Mutant, draw_mutant, functions, occurrences
-from etude.corpus.dialect import Call, Document, message, prompt, turn
-from etude.corpus.filters import FunctionText
+from etude.code import OPERATOR_WEIGHTS, Mutant, draw_mutant, functions, occurrences
+from etude.corpus import FunctionText, StringEdit, edit_between
 
-# Weights of the mutation operators. Changes of an expression dominate, as in real one-line bugs; the repair of a
-# removal needs more than copying.
-OPERATOR_WEIGHTS: dict[str, float] = {
-    "op_change": 10,
-    "op_flip": 8,
-    "op_swap": 8,
-    "op_break_chain": 6,
-    "op_const": 9,
-    "bool_flip": 4,
-    "negate_cond": 14,
-    "wrong_name": 8,
-    "invert_if": 6,
-    "shuffle_lines": 5,
-    "remove_assign": 5,
-    "remove_cond": 5,
-    "remove_return": 3,
-    "remove_loop": 2,
-    "remove_wrapper": 1,
-}
 MAX_EDIT_LINES = 6
 _NAME = re.compile(r"[A-Za-z_]\w*")
-
-
-@dataclass(frozen=True)
-class StringEdit:
-    """Replaces the only occurrence of `old` by `new`; both are whole lines without the last newline."""
-
-    old: str
-    new: str
-
-    def apply(self, source: str) -> str:
-        """The text after the edit. Raises ValueError unless `old` occurs exactly once and `new` differs."""
-        count = occurrences(source, self.old)
-        if count != 1:
-            raise ValueError("no match" if count == 0 else f"{count} matches")
-        if self.old == self.new:
-            raise ValueError("no change")
-        return source.replace(self.old, self.new)
 
 
 @dataclass(frozen=True)
@@ -60,34 +27,6 @@ class BrokenFunction:
     path: str
     source: str
     edit: StringEdit
-
-
-def edit_between(before: str, after: str, most: int | None = None) -> StringEdit:
-    """The smallest whole-line edit that turns `before` into `after`, grown to neighbours until it is unique. Raises
-    ValueError when the texts are equal, or a side would have more than `most` line breaks."""
-    if before == after:
-        raise ValueError("the two texts are equal; there is no edit")
-    a, b = before.split("\n"), after.split("\n")
-    head = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    tail = 0
-    while tail < min(len(a), len(b)) - head and a[-1 - tail] == b[-1 - tail]:
-        tail += 1
-    start, end_a, end_b = head, len(a) - tail, len(b) - tail
-    grow_down = True
-    while True:
-        if most is not None and max(end_a, end_b) - start > most + 1:
-            raise ValueError(f"the edit has more than {most} lines")
-        old, new = "\n".join(a[start:end_a]), "\n".join(b[start:end_b])
-        # An empty side would leave an empty line behind, and a side of blank lines alone is seldom unique.
-        if old.strip() and end_b > start and occurrences(before, old) == 1:
-            return StringEdit(old, new)
-        if start > 0 and (not grow_down or end_a == len(a)):
-            start -= 1
-        elif end_a < len(a):
-            end_a, end_b = end_a + 1, end_b + 1
-        else:
-            return StringEdit(before, after)
-        grow_down = not grow_down
 
 
 def break_function(
@@ -185,51 +124,77 @@ TRYING = ("recovers", "gives_up")  # the shapes with wrong edits that were teste
 
 def episode(
     broken: BrokenFunction, shape: str, rng: random.Random, operators: Mapping[str, float] = OPERATOR_WEIGHTS
-) -> Document | None:
-    """One whole episode of the given shape; None when no wrong attempt could be made for it.
+) -> list[dict[str, Any]] | None:
+    """The messages of one whole episode of the given shape; None when no wrong attempt could be made for it.
 
     blind: edit and finish without a test. tested: edit, test, finish. recovers: wrong edits, each tested and undone,
     then the right one. no_match: an edit that misses its text, then the right one. no_change: an edit that replaces a
     line by itself, then the right one. gives_up: as recovers, but finish after the last failed test.
-    Wrong edits are mutations by operators of these weights, all different, and not labelled.
+    Wrong edits are mutations by operators of these weights, all different; turns with one have the weight 0.
     """
-    call = Call("edit", (broken.edit.old, broken.edit.new))
-    test, undo, finish = Call("test"), Call("undo"), Call("finish")
-    opening = message("user", prompt(broken.function.name, broken.path, broken.source))
-    end = turn([finish])
+    right, test, undo, finish = ("edit", broken.edit), ("test", None), ("undo", None), ("finish", None)
+    name = broken.function.name
+    talk = _Talk(f"Fix `{name}` in {broken.path}\n{broken.source}")
     if shape == "blind":
         if rng.random() < 0.5:
-            return opening + turn([call, finish])
-        return opening + turn([call]) + message("tool", "ok") + end
+            talk.turn([right, finish], [])
+        else:
+            talk.turn([right], ["ok"])
+            talk.turn([finish], [])
+        return talk.messages
     if shape == "tested":
-        return opening + turn([call, test]) + message("tool", "ok\npassed") + end
-    name = broken.function.name
-    passed = message("tool", "ok\npassed") + end
-    if shape in ("no_match", "no_change"):
-        if shape == "no_match":  # the right edit with a character of `old` missing
-            place = rng.randrange(len(broken.edit.old))
-            old, new = broken.edit.old[:place] + broken.edit.old[place + 1 :], broken.edit.new
-        else:  # a line of the broken function that occurs once, replaced by itself
-            source = broken.source
-            lines = [line for line in source.split("\n") if line.strip() and occurrences(source, line) == 1]
-            old = new = rng.choice(lines or [""])
-        if (not old and shape == "no_change") or (shape == "no_match" and old in broken.source):
+        talk.turn([right, test], ["ok", "passed"])
+    elif shape in ("no_match", "no_change"):
+        wrong = _useless(broken, shape, rng)
+        if wrong is None:
             return None
-        wrong = Call("edit", (old, new), labelled=False)
-        failed = message("tool", f"error: {shape.replace('_', ' ')}\n{failure(name, rng)}")
-        return opening + turn([wrong, test]) + failed + turn([call, test]) + passed
-    if shape not in TRYING:
+        talk.turn([("edit", wrong), test], [f"error: {shape.replace('_', ' ')}", failure(name, rng)], weight=0)
+        talk.turn([right, test], ["ok", "passed"])
+    elif shape in TRYING:
+        limit = rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1))[0]  # a short function may have fewer
+        edits = (wrong_edit(broken, rng, operators) for _ in range(2 * limit))
+        tries = list(dict.fromkeys(edit for edit in edits if edit is not None))[:limit]
+        if not tries:
+            return None
+        for number, edit in enumerate(tries):
+            again = [undo] if number else []
+            results = [*(["undone"] if number else []), "ok", failure(name, rng)]
+            talk.turn([*again, ("edit", edit), test], results, weight=0)
+        if shape == "recovers":
+            talk.turn([undo, right, test], ["undone", "ok", "passed"])
+    else:
         raise ValueError(f"unknown episode shape {shape!r}; known: {', '.join(SHAPES)}")
-    limit = rng.choices((1, 2, 3, 4, 5), (6, 4, 3, 2, 1))[0]  # a short function may have fewer
-    edits = (wrong_edit(broken, rng, operators) for _ in range(2 * limit))
-    tries = list(dict.fromkeys(edit for edit in edits if edit is not None))[:limit]
-    if not tries:
-        return None
-    document = opening
-    for index, edit in enumerate(tries):
-        wrong = Call("edit", (edit.old, edit.new), labelled=False)
-        document += turn([undo, wrong, test] if index else [wrong, test])
-        document += message("tool", f"{'undone' if index else ''}\nok\n{failure(name, rng)}".lstrip())
-    if shape == "gives_up":
-        return document + end
-    return document + turn([undo, call, test]) + message("tool", "undone\nok\npassed") + end
+    talk.turn([finish], [])
+    return talk.messages
+
+
+class _Talk:
+    """Messages of an episode, in OpenAI's format."""
+
+    def __init__(self, request: str) -> None:
+        self.messages: list[dict[str, Any]] = [{"role": "user", "content": request}]
+        self._calls = 0
+
+    def turn(self, calls: Sequence[tuple[str, StringEdit | None]], results: Sequence[str], weight: int = 1) -> None:
+        """A turn of the assistant and the results of its calls."""
+        made: list[dict[str, Any]] = []
+        for name, edit in calls:
+            self._calls += 1
+            arguments = json.dumps({} if edit is None else {"old": edit.old, "new": edit.new})
+            function = {"name": name, "arguments": arguments}
+            made.append({"id": f"call_{self._calls}", "type": "function", "function": function})
+        self.messages.append({"role": "assistant", "content": "", "tool_calls": made, "weight": weight})
+        for call, result in zip(made, results, strict=False):
+            self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+
+def _useless(broken: BrokenFunction, shape: str, rng: random.Random) -> StringEdit | None:
+    """The right edit with a character of `old` missing, or a line that occurs once replaced by itself."""
+    source = broken.source
+    if shape == "no_match":
+        place = rng.randrange(len(broken.edit.old))
+        old = broken.edit.old[:place] + broken.edit.old[place + 1 :]
+        return None if old in source else StringEdit(old, broken.edit.new)
+    lines = [line for line in source.split("\n") if line.strip() and occurrences(source, line) == 1]
+    old = rng.choice(lines or [""])
+    return StringEdit(old, old) if old else None

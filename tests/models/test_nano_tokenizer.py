@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.make_nano import tokenizer as bpe
+from models.make_nano.tokenizer import save as save_tokenizer
 from tokenizers import Tokenizer
 
-from etude.corpus import dialect
-from etude.corpus.dialect import SPECIAL_IDS, SPECIALS, TextPiece
-from etude.trainer.finetune import tokenizer_training as bpe
-from etude.trainer.finetune.pretrain import save_tokenizer
+from etude.corpus.dialect import SPECIAL_IDS, SPECIALS
+from etude.renderers import PlainEncoder
+from etude.renderers.compact import CompactRenderer
 from tests.corpus.conftest import SOURCE
 
 
@@ -28,24 +29,22 @@ def test_specials_have_the_first_ids(tokenizer: Tokenizer) -> None:
 @given(text=st.text())
 def test_any_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()
-    ((ids, _),) = dialect.encode(tokenizer, [(TextPiece(text),)])
-    assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == text
+    assert tokenizer.decode(PlainEncoder(tokenizer).encode(text), skip_special_tokens=False) == text
 
 
 def test_text_cannot_forge_a_special_token(tokenizer: Tokenizer) -> None:
-    ((ids, _),) = dialect.encode(tokenizer, [(TextPiece("".join(SPECIALS)),)])
+    ids = PlainEncoder(tokenizer).encode("".join(SPECIALS))
     assert min(ids) >= len(SPECIALS)
-    assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == "".join(SPECIALS)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "".join(SPECIALS)
 
 
 def test_a_line_has_the_same_tokens_in_a_file_and_alone(tokenizer: Tokenizer) -> None:
     lines = ["def f(x):", "    if x:", "        return x", "    return None"]
-    encoded = dialect.encode(tokenizer, [(TextPiece("\n".join(lines)),), *((TextPiece(line),) for line in lines)])
-    newline = tokenizer.encode("\n", add_special_tokens=False).ids
-    joined = encoded[1][0].tolist()
-    for ids, _ in encoded[2:]:
-        joined += newline + ids.tolist()
-    assert encoded[0][0].tolist() == joined
+    plain = PlainEncoder(tokenizer)
+    joined = plain.encode(lines[0])
+    for line in lines[1:]:
+        joined += plain.encode("\n") + plain.encode(line)
+    assert plain.encode("\n".join(lines)) == joined
 
 
 def test_saved_folder_loads_and_its_template_writes_the_dialect(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -67,14 +66,8 @@ def test_saved_folder_loads_and_its_template_writes_the_dialect(tokenizer: Token
         "<|user|>Fix `f` in a.py\ndef f():\n    return a<|end|>"
         "<|assistant|><|call|>edit<|arg|>a\n<|arg|>b<|call|>test<|end|><|tool|>ok\npassed<|end|><|assistant|>"
     )
-    document = (
-        *dialect.message("user", messages[0]["content"]),
-        *dialect.turn([dialect.Call("edit", ("a\n", "b")), dialect.Call("test")]),
-        *dialect.message("tool", "ok\npassed"),
-        dialect.special_piece("<|assistant|>"),
-    )
-    ((ids, _),) = dialect.encode(bpe.load(tmp_path), [document])
-    assert loaded(rendered, add_special_tokens=False)["input_ids"] == ids.tolist()
+    ids = CompactRenderer(bpe.load(tmp_path)).prompt(messages)
+    assert loaded(rendered, add_special_tokens=False)["input_ids"] == ids
 
 
 def test_too_small_a_vocabulary_is_refused() -> None:
