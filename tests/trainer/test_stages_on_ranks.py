@@ -288,7 +288,8 @@ def test_options_that_ranks_cannot_compute_are_refused(options: dict[str, Any], 
 
 def test_what_needs_one_rank_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=r"for one rank: drop trainer\.mesh"):
-        SftConfig.model_validate({"model": {"path": tmp_path}, "documents": {}, "trainer": {"mesh": {"replicate": 2}}})
+        values = {"model": {"path": tmp_path}, "documents": {"repositories": [tmp_path]}}
+        SftConfig.model_validate(values | {"trainer": {"mesh": {"replicate": 2}}})
     folders(tmp_path)
     case = Case("sft", model="dense")
     with pytest.raises(UserError, match="needs 2 ranks, and this process is one of 1"):

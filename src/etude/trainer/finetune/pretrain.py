@@ -84,6 +84,7 @@ def new_on_ranks(config: NewModelConfig, seed: int, optim: OptimConfig, output: 
     made = output / "new"
     world.only_first(lambda: new_model(config, seed).save_pretrained(made))
     model = load_sharded(made, folder.held(torch.bfloat16, optim), world)
+    world.gathered(True)  # every rank has read the folder
     world.only_first(lambda: shutil.rmtree(made))
     return model
 
