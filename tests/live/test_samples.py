@@ -73,7 +73,7 @@ def test_a_correction_without_a_place_is_counted(tmp_path):
     config = RLConfig.model_validate(
         {"tasks": {"repository": "unused"}, "model": {"path": str(NANO)}, "rollout": {"context": 128}}
     )
-    for wrong, text, why in ((prompt[:-1], "x", "prompt"), (prompt, "long " * 200, "too_long")):
+    for wrong, text, why in ((prompt[:-1], "use the name", "prompt"), (prompt, "long " * 200, "too_long")):
         batch = live_batch([sample(wrong, text)], lambda _: [5, 5, 5], renderer, config)
         assert batch.hints_left_out == {why: 1}
         assert batch.episodes["T"].hint is None

@@ -43,7 +43,15 @@ from etude.code.mutate import (
 from etude.code.nodes import Span, SyntaxNodes, error_share, syntax_nodes
 from etude.code.operators import FLIPPED_OPERATORS, OPERATORS, SIMPLE_STATEMENTS, ByteEdit, FunctionBytes, Operator
 from etude.code.packages import NotInstallable, download_wheel, fetch_library, fetch_wheel, install_wheels
-from etude.code.secrets import credential_name, find_secrets, redacted, redacted_json, secret_in, secret_in_json
+from etude.code.secrets import (
+    credential_name,
+    find_secrets,
+    redacted,
+    redacted_json,
+    secret_in,
+    secret_in_json,
+    secret_rules,
+)
 from etude.code.shingles import run_codes, shingle_codes, text_shingles, token_runs, word_codes, words_of
 
 PUBLIC = ("", "functions")
