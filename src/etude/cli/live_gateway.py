@@ -126,10 +126,9 @@ def _add_choice(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
 
 def run_tenant(arguments: argparse.Namespace) -> None:
     """Changes the policy by the flags, and shows policies. Raises UserError."""
-    from etude.live.log.privacy import leave_runs
+    from etude.live.log.privacy import apply_policies
     from etude.live.log.records import LivePolicy
     from etude.live.log.tenants import policies, set_policy
-    from etude.live.log.withdrawals import withdraw_by_policies, withdrawn_turns
 
     with opened(arguments.config, make=True) as loop:
         with loop.engine.connect() as connection:
@@ -143,8 +142,7 @@ def run_tenant(arguments: argparse.Namespace) -> None:
             before = known.get(arguments.tenant, LivePolicy())
             known[arguments.tenant] = msgspec.structs.replace(before, **flags)
             set_policy(loop.engine, arguments.tenant, known[arguments.tenant])
-            if gone := withdraw_by_policies(loop.engine, loop.contents):
-                leave_runs(loop.folder, withdrawn_turns(loop.engine), at_work=True)
+            if gone := apply_policies(loop.engine, loop.contents, loop.folder):
                 print(f"{gone} contents that this no longer allows are deleted", file=sys.stderr)
     if arguments.tenant is not None and arguments.tenant not in known:
         raise UserError(f"there is no tenant {arguments.tenant}; `etude live key create` makes one")

@@ -9,6 +9,7 @@ PUBLIC = (
     "gateway",
     "learn",
     "log.accounts",
+    "log.followups",
     "log.privacy",
     "log.records",
     "log.tenants",

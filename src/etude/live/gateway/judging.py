@@ -21,7 +21,17 @@ import msgspec
 from etude.config.live import JudgeConfig
 from etude.errors import UserError
 from etude.live.gateway.entries import SignalEntry
-from etude.live.log.followups import ANSWER_TOKENS, SYSTEM, FollowUp, question_of, verdict_of
+from etude.live.log.followups import (
+    ANSWER_TOKENS,
+    SYSTEM,
+    FollowUp,
+    ReaderAgreement,
+    agreement,
+    examples,
+    question_of,
+    reader_of,
+    verdict_of,
+)
 from etude.live.log.scrub import Scrubber
 from etude.protocol.backends import ChatClient, ChatModel, Conversation, ConversationRefused, EngineError
 
@@ -36,11 +46,6 @@ class UnreadFollowUp:
 
     entry: SignalEntry
     followup: FollowUp
-
-
-def judge_name(config: JudgeConfig) -> str:
-    """The reader of the signals of a judge."""
-    return f"judge {config.model}"[:100]
 
 
 def judge_client(config: JudgeConfig) -> ChatClient:
@@ -60,6 +65,26 @@ async def judged(client: ChatClient, followup: FollowUp, seconds: float) -> floa
     except (TimeoutError, EngineError, ConversationRefused, UserError):
         return None
     return verdict_of(answer.text)
+
+
+def calibrated(config: JudgeConfig) -> ReaderAgreement:
+    """The agreement of a judge with the labelled examples. Raises UserError if it answers for none of them."""
+
+    async def ask() -> dict[FollowUp, float | None]:
+        gate = asyncio.Semaphore(_AT_ONCE)
+        async with judge_client(config) as client:
+
+            async def one(followup: FollowUp) -> float | None:
+                async with gate:
+                    return await judged(client, followup, config.seconds)
+
+            asked = [each.followup for each in examples()]
+            return dict(zip(asked, await asyncio.gather(*map(one, asked)), strict=True))
+
+    values = asyncio.run(ask())
+    if all(value is None for value in values.values()):
+        raise UserError(f"the judge {config.model} at {config.url} gave no verdict: check its url, model and key")
+    return agreement(reader_of(config), values.get)
 
 
 class FollowUpJudge:
@@ -95,6 +120,8 @@ class FollowUpJudge:
             self._run(self._end()).result(_CLOSE_SECONDS + 1)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self._loop.close()
         self._scrubber.close()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> Any:
@@ -114,7 +141,7 @@ class FollowUpJudge:
                 self._waiting -= 1
             self.counts["failed" if value is None else "judged"] += 1
         if value is not None:
-            signal = msgspec.structs.replace(unread.entry.signal, value=value, reader=judge_name(self._config))
+            signal = msgspec.structs.replace(unread.entry.signal, value=value, reader=reader_of(self._config))
             self._submit([replace(unread.entry, signal=signal)])
 
     def _scrubbed(self, followup: FollowUp) -> FollowUp:

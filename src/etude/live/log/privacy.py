@@ -170,6 +170,14 @@ def _pages(names: Sequence[str]) -> Iterable[Sequence[str]]:
     return (names[low : low + _PAGE] for low in range(0, len(names), _PAGE))
 
 
+def apply_policies(engine: sa.Engine, store: Store, folder: Path) -> int:
+    """Deletes what the tenants' policies no longer allow, and the tokens of consents that were taken back, unless a
+    trainer is at work on them. Returns the number of contents. Raises UserError."""
+    count = withdraw_by_policies(engine, store)
+    leave_runs(folder, withdrawn_turns(engine), at_work=True)
+    return count
+
+
 def leave_runs(folder: Path, turns: Sequence[str], *, at_work: bool = False) -> int:
     """Deletes the tokens of turns that wait in the ledgers of runs below the folder; returns how many turns had none
     yet. The runs do not train on any of them. `at_work`: a run that is at work is left alone. Raises UserError for such
@@ -320,7 +328,7 @@ def expire(engine: sa.Engine, store: Store, folder: Path, now: int | None = None
     theirs that wait for a trainer of no one at work below the folder. After a kill, the next call continues. `now` in
     nanoseconds."""
     now = time.time_ns() if now is None else now
-    deleted = withdraw_by_policies(engine, store)
+    deleted = apply_policies(engine, store, folder)
     with journal.reading(engine) as connection:
         rules = policies(connection)
         names = connection.execute(sa.select(schema.sessions.c.tenant).distinct()).scalars().all()
@@ -330,7 +338,6 @@ def expire(engine: sa.Engine, store: Store, folder: Path, now: int | None = None
         deleted += _expire_turns(engine, store, tenant, raw, trained) + _expire_texts(
             engine, store, tenant, raw, trained
         )
-    leave_runs(folder, withdrawn_turns(engine), at_work=True)
     return deleted
 
 

@@ -28,6 +28,7 @@ from etude.config.live import CanaryConfig
 from etude.errors import UserError
 from etude.failpoints import failpoint
 from etude.live.log import accounts, journal, schema
+from etude.live.log.followups import reader_of, reading
 from etude.live.log.records import Arm, Release, ReleaseStage
 from etude.live.release import releases
 from etude.live.release.canary import CanaryDecision, CanaryTrial, TallyRow, Verdict, decide, holdback_lift, tallies_of
@@ -474,6 +475,7 @@ def status(site: ReleaseSite) -> dict[str, Any]:
             }
             for store in stores
         ],
+        "followups": reading(site.engine, Path(site.config.folder), reader_of(site.config.judge)),
         "tainted": [msgspec.to_builtins(taint) for taint in releases.taints(site.engine)],
     }
 
