@@ -257,7 +257,7 @@ class ReleaseStage(StrEnum):
 
     GATE = "gate"
     REFUSED = "refused"  # by the gate
-    SHADOW = "shadow"  # answers the control's requests too, unseen by users
+    STAGED = "staged"  # has passed the gate; the canary's servers load it
     CANARY = "canary"
     RELEASED = "released"
     ROLLED_BACK = "rolled_back"
