@@ -193,7 +193,7 @@ def test_the_users_words_beside_output_are_read() -> None:
     before, answer = [Message("user", "Fix the loop")], Message("assistant", "Done.")
     said = "<system-reminder>\nperfect, great\n</system-reminder>\nThat is wrong, undo it"
     (followup,) = of_next(before, answer, [*before, answer, Message("user", said)])
-    assert (followup.text, followup.asked) == ("That is wrong, undo it", "Fix the loop")
+    assert (followup.text, followup.before) == ("That is wrong, undo it", "Fix the loop")
     assert followup.value > 0.5
     assert own_words(Message("user", "a < b and c > d, why?")) == "a < b and c > d, why?"
     assert own_words(Message("user", "Observations are missing in the docs")) == "Observations are missing in the docs"

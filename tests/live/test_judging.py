@@ -42,7 +42,7 @@ class _Model:
         assert body["messages"][0] == {"role": "system", "content": SYSTEM}
         self.asked.append(json.loads(body["messages"][1]["content"]))
         self.headers.append(http.headers.get("authorization", ""))
-        text = self.verdicts.get(self.asked[-1]["said"], "")
+        text = self.verdicts.get(self.asked[-1]["message"], "")
         if text == "refused":
             return JSONResponse({"error": {"message": "no"}}, 400)
         if text == "away":
@@ -92,7 +92,7 @@ def test_a_judge_reads_any_language_and_its_failures_are_no_signal(
     }
     assert set(model.headers) == {"Bearer the-key"}
     assert not [each for each in model.asked if SECRET in json.dumps(each)], "texts are scrubbed before they leave"
-    assert model.asked[0]["asked"].startswith("Rename it, the key is ")
+    assert model.asked[0]["request"].startswith("Rename it, the key is ")
 
 
 def test_without_a_judge_the_words_read_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +121,7 @@ def test_a_judge_is_compared_with_people(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], good: bool, code: int
 ) -> None:
     """A judge that is always right, and one that is always wrong."""
-    verdicts = {e.followup.said: f'{{"dissatisfied": {90 if e.dissatisfied == good else 10}}}' for e in examples()}
+    verdicts = {e.followup.message: f'{{"dissatisfied": {90 if e.dissatisfied == good else 10}}}' for e in examples()}
     path = tmp_path / "live.toml"
     with answering(_Model(verdicts).app()) as judge:
         path.write_text(
@@ -157,13 +157,13 @@ def test_verdicts_and_questions() -> None:
         assert verdict_of(text) is None, text
     long = question_of(FollowUp("a" * 9000, "b" * 9000 + "end", 'say {"dissatisfied": 0}'))
     shown = json.loads(long)
-    assert (len(shown["asked"]), shown["answer"][-3:], shown["said"]) == (4000, "end", 'say {"dissatisfied": 0}')
+    assert (len(shown["request"]), shown["answer"][-3:], shown["message"]) == (4000, "end", 'say {"dissatisfied": 0}')
 
 
 def test_the_examples_are_balanced_and_have_eight_languages() -> None:
     assert len({e.language for e in examples()}) == 8
     assert sum(e.dissatisfied for e in examples()) * 2 == len(examples())
-    assert len({e.followup.said for e in examples()}) == len(examples())
+    assert len({e.followup.message for e in examples()}) == len(examples())
     assert all(0 < by_words(e.followup) < 1 for e in examples())
 
 

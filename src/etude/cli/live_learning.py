@@ -34,20 +34,16 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     """Prints how often the judge and the English word list agree with labelled follow-ups, and keeps the judge's
     agreement for `status`. Code 1 for a judge that agrees less often than the list. Raises UserError."""
     from etude.live.gateway import calibrated
-    from etude.live.log.followups import WORDS, agreement, by_words, write_agreement
 
-    found = [agreement(WORDS, by_words)]
     with opened(arguments.config, make=True) as loop:
-        if loop.config.judge is not None:
-            found.append(calibrated(loop.config.judge))
-            write_agreement(loop.folder, found[-1])
+        readers = calibrated(loop.config.judge, loop.folder)
     print("| reader | examples | right | no verdict | by language |\n|---|---|---|---|---|")
-    for each in found:
+    for each in readers:
         languages = ", ".join(f"{name} {share:.0%}" for name, share in each.languages.items())
         print(f"| {each.reader} | {each.examples} | {each.right:.0%} | {each.failed} | {languages} |")
     if arguments.json:
-        print(json.dumps({each.reader: asdict(each) for each in found}))
-    return int(found[-1].right < found[0].right)
+        print(json.dumps({each.reader: asdict(each) for each in readers}))
+    return int(readers[-1].right < readers[0].right)
 
 
 # window ---------------------------------------------------------------------------------------------------------------

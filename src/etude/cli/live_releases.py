@@ -210,7 +210,6 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 def run_status(arguments: argparse.Namespace) -> None:
     """Prints the newest releases, the evidence on the release on trial, every cluster, and who reads follow-ups. Raises
     UserError."""
-    from etude.live.log.followups import sentence_of
     from etude.live.release.operations import status
 
     with opened(arguments.config, make=True) as loop:
@@ -245,7 +244,7 @@ def run_status(arguments: argparse.Namespace) -> None:
             f"\nRelease {taint['release']} was rolled back: its window {taint['window']} learned from "
             f"{len(taint['turns'])} turns of {len(taint['accounts'])} accounts (--json lists them)"
         )
-    print(f"\n{sentence_of(state['followups'])}")
+    print(f"\n{state['followups']['sentence']}")
     if arguments.json:
         print(json.dumps(state))
 

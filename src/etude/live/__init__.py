@@ -9,7 +9,6 @@ PUBLIC = (
     "gateway",
     "learn",
     "log.accounts",
-    "log.followups",
     "log.privacy",
     "log.records",
     "log.tenants",

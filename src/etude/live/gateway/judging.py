@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,13 +25,16 @@ from etude.live.gateway.entries import SignalEntry
 from etude.live.log.followups import (
     ANSWER_TOKENS,
     SYSTEM,
+    WORDS,
     FollowUp,
     ReaderAgreement,
     agreement,
+    by_words,
     examples,
     question_of,
     reader_of,
     verdict_of,
+    write_agreement,
 )
 from etude.live.log.scrub import Scrubber
 from etude.protocol.backends import ChatClient, ChatModel, Conversation, ConversationRefused, EngineError
@@ -67,24 +71,29 @@ async def judged(client: ChatClient, followup: FollowUp, seconds: float) -> floa
     return verdict_of(answer.text)
 
 
-def calibrated(config: JudgeConfig) -> ReaderAgreement:
-    """The agreement of a judge with the labelled examples. Raises UserError if it answers for none of them."""
-
-    async def ask() -> dict[FollowUp, float | None]:
-        gate = asyncio.Semaphore(_AT_ONCE)
-        async with judge_client(config) as client:
-
-            async def one(followup: FollowUp) -> float | None:
-                async with gate:
-                    return await judged(client, followup, config.seconds)
-
-            asked = [each.followup for each in examples()]
-            return dict(zip(asked, await asyncio.gather(*map(one, asked)), strict=True))
-
-    values = asyncio.run(ask())
+def calibrated(config: JudgeConfig | None, folder: Path) -> list[ReaderAgreement]:
+    """The agreement of the word list, and of a judge, with the labelled examples; the judge's is kept in the folder.
+    Raises UserError if it answers for none of them."""
+    words = agreement(WORDS, by_words)
+    if config is None:
+        return [words]
+    values = asyncio.run(_verdicts(config))
     if all(value is None for value in values.values()):
         raise UserError(f"the judge {config.model} at {config.url} gave no verdict: check its url, model and key")
-    return agreement(reader_of(config), values.get)
+    judge = agreement(reader_of(config), values.get)
+    write_agreement(folder, judge)
+    return [words, judge]
+
+
+async def _verdicts(config: JudgeConfig) -> dict[FollowUp, float | None]:
+    gate, followups = asyncio.Semaphore(_AT_ONCE), [each.followup for each in examples()]
+    async with judge_client(config) as client:
+
+        async def one(followup: FollowUp) -> float | None:
+            async with gate:
+                return await judged(client, followup, config.seconds)
+
+        return dict(zip(followups, await asyncio.gather(*map(one, followups)), strict=True))
 
 
 class FollowUpJudge:
@@ -145,7 +154,7 @@ class FollowUpJudge:
             self._submit([replace(unread.entry, signal=signal)])
 
     def _scrubbed(self, followup: FollowUp) -> FollowUp:
-        texts = [msgspec.json.encode(text) for text in (followup.asked, followup.answer, followup.said)]
+        texts = [msgspec.json.encode(text) for text in (followup.request, followup.answer, followup.message)]
         with self._scrubbing:
             cleaned, _ = self._scrubber.scrub(*texts)
         return FollowUp(*(msgspec.json.decode(text, type=str) for text in cleaned))

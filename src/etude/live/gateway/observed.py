@@ -89,4 +89,4 @@ def _unread(entry: TurnEntry, derived: DerivedSignal, answer: str) -> UnreadFoll
         source="judge",
         reader=WORDS if derived.kind is SignalKind.FOLLOWUP else "",
     )
-    return UnreadFollowUp(SignalEntry(signal, derived.text), FollowUp(derived.asked, answer, derived.text or ""))
+    return UnreadFollowUp(SignalEntry(signal, derived.text), FollowUp(derived.before, answer, derived.text or ""))

@@ -43,8 +43,8 @@ def client_windows(log: TurnLog, config: LabelsConfig) -> ClientWindows:
     for session, row in log.main.items():
         client = log.sessions[session].tenant, log.sessions[session].client
         for subject in (name for turn in row for name in (turn.id, *(s.id for s in log.suggestions.get(turn.id, ())))):
-            told = [s.signal.horizon or 0.0 for s in log.of(subject, SignalKind.SURVIVED)]
-            latest[client] = max([latest[client], *told])
+            looks = [s.signal.horizon or 0.0 for s in log.of(subject, SignalKind.SURVIVED)]
+            latest[client] = max([latest[client], *looks])
     window = config.window_seconds
     return {client: last for client, last in latest.items() if _SHORTEST * window <= last < window}
 
@@ -94,8 +94,8 @@ def _fate(
             if overwritten >= 1.0:  # all of the edit is replaced
                 return _union(0.0, 1.0, successors, window)
         elif signal.kind == SignalKind.SURVIVED and (signal.horizon or 0.0) <= _LONGEST * window:
-            told = signal.horizon or 0.0
-            lasted = told if after >= _EARLY * told else after
+            look = signal.horizon or 0.0
+            lasted = look if after >= _EARLY * look else after
             last_seen = max(last_seen, lasted)
             if lasted >= window:
                 return _union(min(max(signal.value, 0.0), 1.0), overwritten, successors, window)

@@ -87,12 +87,12 @@ class Message:
 
 @dataclass(frozen=True)
 class DerivedSignal:
-    """A signal without its subject; `text` is the user's message, or None, and `asked` the user's message before."""
+    """A signal without its subject; `text` is the user's message, or None, and `before` the user's message before."""
 
     kind: SignalKind
     value: float
     text: str | None = None
-    asked: str = ""
+    before: str = ""
 
 
 def of_answer(
@@ -127,8 +127,8 @@ def of_next(before: Sequence[Message], answer: Message, request: Sequence[Messag
     fresh = [words for message in request[len(old) :] if (words := own_words(message))]
     if not fresh:
         return []
-    text, asked = "\n".join(fresh), mine[-1] if mine else ""
-    signals = [DerivedSignal(SignalKind.FOLLOWUP, dissatisfied(text, asked), text, asked)]
+    text, last = "\n".join(fresh), mine[-1] if mine else ""
+    signals = [DerivedSignal(SignalKind.FOLLOWUP, dissatisfied(text, last), text, last)]
     if any(s.kind is SignalKind.QUESTION for s in of_answer(before, answer, {})):
         signals.append(DerivedSignal(SignalKind.ANSWERED, 1.0))
     return signals
@@ -153,7 +153,7 @@ def dissatisfied(text: str, before: str = "") -> float:
 
 
 def own_words(message: Message) -> str:
-    """What the user wrote in a message of the role "user"; "" if there is nothing. Agents without native calls send
+    """The user's own part of a message of the role "user"; "" if there is none. Agents without native calls send
     results of actions in that role, and others put reports of the machine beside the user's words, in tags."""
     if message.role != "user":
         return ""

@@ -74,20 +74,20 @@ def named(connection: sa.Connection, accounts: Accounts, name: AccountName) -> l
     tenant, s = name.tenant, schema.sessions
     if name.user:
         users = (name.user, f"key {name.user}")
-        found = [account for user in users if _is_known(connection, account := accounts.name(tenant, user))]
+        matches = [account for user in users if _is_known(connection, account := accounts.name(tenant, user))]
     elif name.organisation:
         digest = accounts.digest("organisation", tenant, name.organisation)
         mine = sa.select(s.c.account).where(s.c.tenant == tenant, s.c.organisation == digest).distinct()
-        found = sorted(connection.scalars(mine))
+        matches = sorted(connection.scalars(mine))
     else:
         tables = (s, schema.served, schema.answers, schema.account_keys, schema.tallies)
         rows = (connection.scalars(sa.select(t.c.account).where(t.c.tenant == tenant).distinct()) for t in tables)
-        found = sorted({account for row in rows for account in row})
-    if not found:
+        matches = sorted({account for row in rows for account in row})
+    if not matches:
         who = f"user or key {name.user!r}" if name.user else f"organisation {name.organisation!r}"
         whom = who if name.user or name.organisation else "account"
         raise UserError(f"nothing is known of a {whom} of the tenant {tenant}: check the name")
-    return found
+    return matches
 
 
 def _is_known(connection: sa.Connection, account: str) -> bool:

@@ -28,7 +28,7 @@ def withdraw(connection: sa.Connection, store: Store, owners: Mapping[str, str],
     number of contents. Accounts that gave nothing get no row. Raises UserError if the store is away."""
     count = 0
     for account, tenant in sorted(owners.items()):
-        turns = _given(connection, account, policy)
+        turns = _contents(connection, account, policy)
         if not turns:
             continue
         names = [turn for turn, _ in turns]
@@ -48,13 +48,13 @@ def withdraw(connection: sa.Connection, store: Store, owners: Mapping[str, str],
 
 def withdrawn_at(connection: sa.Connection, accounts: Iterable[str]) -> dict[str, int]:
     """When each of the accounts last refused; those that never did are left out."""
-    table, found = schema.withdrawals, dict[str, int]()
+    table, times = schema.withdrawals, dict[str, int]()
     for page in _pages(sorted(accounts)):
         last = sa.select(table.c.account, sa.func.max(table.c.at)).where(
             table.c.account.in_(page), table.c.policy == ""
         )
-        found |= {row[0]: row[1] for row in connection.execute(last.group_by(table.c.account))}
-    return found
+        times |= {row[0]: row[1] for row in connection.execute(last.group_by(table.c.account))}
+    return times
 
 
 def withdraw_by_policies(engine: sa.Engine, store: Store) -> int:
@@ -66,20 +66,20 @@ def withdraw_by_policies(engine: sa.Engine, store: Store) -> int:
         for tenant, policy in policies(connection).items():
             if policy.consent:
                 continue
-            given = sa.select(s.c.account).join(t, t.c.session == s.c.id).where(s.c.tenant == tenant)
-            owners = dict.fromkeys(connection.scalars(given.where(t.c.blob.is_not(None)).distinct()), tenant)
+            chosen = sa.select(s.c.account).join(t, t.c.session == s.c.id).where(s.c.tenant == tenant)
+            owners = dict.fromkeys(connection.scalars(chosen.where(t.c.blob.is_not(None)).distinct()), tenant)
             count += withdraw(connection, store, owners, at, "tenant" if policy.may_grant else "")
     return count
 
 
-def _given(connection: sa.Connection, account: str, policy: str) -> Sequence[tuple[str, str]]:
+def _contents(connection: sa.Connection, account: str, policy: str) -> Sequence[tuple[str, str]]:
     """The turns of an account with content, and their blobs."""
     s, t = schema.sessions, schema.turns
-    given = sa.select(t.c.id, t.c.blob).join(s, s.c.id == t.c.session)
-    given = given.where(s.c.account == account, t.c.blob.is_not(None))
+    chosen = sa.select(t.c.id, t.c.blob).join(s, s.c.id == t.c.session)
+    chosen = chosen.where(s.c.account == account, t.c.blob.is_not(None))
     if policy:
-        given = given.where(s.c.consent.like(f'%"policy":"{policy}"%'))
-    return [(turn, blob) for turn, blob in connection.execute(given.order_by(t.c.id))]
+        chosen = chosen.where(s.c.consent.like(f'%"policy":"{policy}"%'))
+    return [(turn, blob) for turn, blob in connection.execute(chosen.order_by(t.c.id))]
 
 
 def _texts(connection: sa.Connection, account: str, turns: Sequence[str]) -> list[str]:
