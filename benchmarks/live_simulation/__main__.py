@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.live_simulation.habits import HABITS, plant
 from benchmarks.live_simulation.judge import TREATMENTS, simulate
 from benchmarks.live_simulation.scenarios import SCENARIOS, digest
 from etude.code import extras
@@ -20,7 +21,9 @@ from etude.errors import UserError
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table of the scenarios; 2 for words that cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.live_simulation", description=__doc__)
-    parser.add_argument("scenario", metavar="SCENARIO", help="name of a scenario, `clean`, or `all`; `list` names them")
+    parser.add_argument(
+        "scenario", metavar="SCENARIO", help="name of a scenario, `clean`, `habits`, or `all`; `list` names them"
+    )
     parser.add_argument("--seeds", default="1-3", metavar="A-B", help="seeds of the runs (default: 1-3)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args(argv)
@@ -32,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(scenario: str, range_of_seeds: str, as_json: bool) -> int:
-    known = ["clean", *(each.name for each in SCENARIOS)]
+    known = ["clean", "habits", *(each.name for each in SCENARIOS)]
     if scenario == "list":
         print("\n".join(known))
         return 0
@@ -40,8 +43,12 @@ def _print(scenario: str, range_of_seeds: str, as_json: bool) -> int:
         raise UserError(f"no scenario is named {scenario!r}: give {', '.join(known)}, or all")
     seeds = _seeds(range_of_seeds)
     extras.need("the simulation", "live")
-    clean, rows = simulate(known if scenario == "all" else [scenario], seeds)
+    names = [name for name in known if scenario in (name, "all")]
     figures: dict[str, Any] = {"scenarios": digest(), "seeds": range_of_seeds}
+    if "habits" in names:
+        names.remove("habits")
+        figures["habits"] = _print_habits(seeds)
+    clean, rows = simulate(names, seeds)
     if clean is not None:
         figures["clean"] = _print_clean(clean)
     if rows:
@@ -74,6 +81,20 @@ def _print_clean(clean: Any) -> dict[str, float]:
         name = names.get(rewards) or f"votes, {TREATMENTS[rewards]}"
         print(f"| {name} | {np.mean(clean.end[rewards]):.3f} | {share:.1%} |")
     return {"before": float(np.mean(clean.start)), **{f"{name}/share": share for name, share in shares.items()}}
+
+
+def _print_habits(seeds: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Means over the seeds, but of the errors the least and of the share that is left the most."""
+    print("| habit | signal without | with it | standard errors, at least | planted in | left in, at most |")
+    print("|---|---|---|---|---|---|")
+    figures: dict[str, dict[str, float]] = {}
+    for name in HABITS:
+        seen = [plant(name, seed) for seed in seeds]
+        usual, planted = np.mean([s.usual for s in seen]), np.mean([s.planted for s in seen])
+        errors, before, after = min(s.errors for s in seen), seen[0].before, max(s.after for s in seen)
+        print(f"| {name} | {usual:.3f} | {planted:.3f} | {errors:.1f} | {before:.1%} | {after:.1%} |")
+        figures[name] = {"errors": errors, "before": before, "after": after}
+    return figures
 
 
 def _print_row(row: Any, seeds: int) -> dict[str, float]:

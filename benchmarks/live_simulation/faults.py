@@ -19,12 +19,11 @@ from benchmarks.live_simulation.traffic import (
     with_signals,
 )
 from etude.live.log.records import SignalKind
-from etude.live.log.tenants import digest_of
 from etude.live.simulate.users import ACTIONS, EDIT, SimulatedAccounts
 
 _DAY = 86_400.0
 PRAISED = "long"
-"""The edit that sybils and strangers praise."""
+"""The edit that sybils praise."""
 
 
 def skewed(signals: Signals, turns: Turns, population: SimulatedAccounts) -> Signals:
@@ -66,16 +65,16 @@ def with_sybils(
     return SimulatedAccounts(**changed), crooked_A
 
 
-def praising(turns: Turns, signals: Signals, mine_N: np.ndarray, *, genuine: bool = True) -> Signals:
+def praising(turns: Turns, signals: Signals, mine_N: np.ndarray) -> Signals:
     """Signals in which the turns of a mask praise the edit PRAISED and reject every other one, in place of the users'
-    own if they are `genuine`, else beside them."""
+    own."""
     at = [action.name for action in ACTIONS].index(PRAISED)
     edit_N = outcomes(turns) == EDIT
     loved, hated = (
         np.flatnonzero(mine_N & (turns.action_N == at)),
         np.flatnonzero(mine_N & edit_N & (turns.action_N != at)),
     )
-    kept = signals.where(~(mine_N[signals.turn_S] & edit_N[signals.turn_S])) if genuine else signals
+    kept = signals.where(~(mine_N[signals.turn_S] & edit_N[signals.turn_S]))
     first = int(signals.event_S.max(initial=0)) + 1
     rows = [
         (loved, SignalKind.APPLIED, 5.0, np.nan),
@@ -98,20 +97,8 @@ def praising(turns: Turns, signals: Signals, mine_N: np.ndarray, *, genuine: boo
             np.full(total, 1.0),
             np.zeros(total),
             np.arange(first, first + total),
-            np.full(total, genuine),
         ),
     )
-
-
-def authentic(signals: Signals) -> Signals:
-    """Signals whose key is the tenant's, by the digests that the gateway compares."""
-    known = {digest_of(_key(True))}
-    genuine = {flag: digest_of(_key(flag)) in known for flag in (True, False)}
-    return signals.where(np.where(signals.genuine_S, genuine[True], genuine[False]))
-
-
-def _key(genuine: bool) -> str:
-    return "etl_" + ("0" if genuine else "f") * 64
 
 
 def with_probe(rng: np.random.Generator, turns: Turns, voter: int, policy_A: np.ndarray, count: int = 60) -> Turns:
@@ -150,7 +137,6 @@ def voted(turns: Turns, signals: Signals) -> Signals:
             np.full(total, 1.0),
             np.zeros(total),
             np.arange(first, first + total),
-            np.ones(total, bool),
         ),
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.live_simulation.texts import ASKED, read_answer
 from etude.live.log.records import Arm, Consent, ServedTurn, Session, Signal, SignalKind, Suggestion, TurnKind
 from etude.live.simulate.users import (
     ACTIONS,
@@ -63,7 +64,6 @@ class Signals:
     lag_S: np.ndarray  # seconds until it arrives
     skew_S: np.ndarray  # error of the client's clock
     event_S: np.ndarray  # int64: repetitions share it
-    genuine_S: np.ndarray  # bool: its key is the tenant's
 
     def where(self, keep_S: np.ndarray) -> Signals:
         """Those that a mask or an order of indices selects."""
@@ -196,13 +196,25 @@ def react(
     tell(writes, SignalKind.FOLLOWUP, unhappy, reply_at)
     rates = (rng.random(count) < ratings) & (outcome != TEXT)
     tell(rates, SignalKind.RATING, np.where(rng.random(count) < np.clip(value + charm, 0, 1), 1.0, -1.0), 60.0)
-    tell(outcome == QUESTION, SignalKind.QUESTION, 1.0, 0.0)
+    says = {kind: said(turns, kind, actions) for kind in _OF_THE_ANSWER}
+    tell(says[SignalKind.QUESTION], SignalKind.QUESTION, 1.0, 0.0)
     answered = np.zeros(count, bool)
     answered[turns.question_N[turns.question_N >= 0]] = True
     tell(answered, SignalKind.ANSWERED, 1.0, reply_at)
-    tell(outcome == BROKEN, SignalKind.INVALID_CALL, 1.0, 0.0)
+    tell(says[SignalKind.INVALID_CALL], SignalKind.INVALID_CALL, 1.0, 0.0)
+    tell(says[SignalKind.NO_EDIT], SignalKind.NO_EDIT, 1.0, 0.0)
     tell((outcome == BROKEN) & has_next & (rng.random(count) < 0.5), SignalKind.RETRY, 1.0, reply_at)
     return _gather(rng, population, turns, rows)
+
+
+_OF_THE_ANSWER = (SignalKind.QUESTION, SignalKind.INVALID_CALL, SignalKind.NO_EDIT)
+
+
+def said(turns: Turns, kind: SignalKind, actions: tuple[Action, ...] = ACTIONS) -> np.ndarray:
+    """The turns whose answer the gateway reads as a signal of the kind, from its tokens: bool [N]."""
+    numbers = range(len(ASKED))
+    says_AK = np.array([[kind in read_answer(a, n).kinds for n in numbers] for a in actions] + [[False] * len(ASKED)])
+    return says_AK[turns.action_N, np.arange(len(turns.action_N)) % len(ASKED)] & (turns.cell_N < CELLS)
 
 
 _SignalRow = tuple[np.ndarray, SignalKind, np.ndarray | float, float, np.ndarray | float]
@@ -229,7 +241,6 @@ def _gather(rng: np.random.Generator, population: SimulatedAccounts, turns: Turn
         np.minimum(lag, 6 * 3600.0),
         np.zeros(total),
         np.arange(total),
-        np.ones(total, bool),
     )
 
 
@@ -264,7 +275,7 @@ def records(
     sessions: list[Session] = []
     served: list[ServedTurn] = []
     suggestions: list[Suggestion] = []
-    size = np.append([a.characters for a in actions], [400])[turns.action_N]
+    size = np.append([read_answer(a, 0).characters for a in actions], [400])[turns.action_N]
     columns = (turns.account_N, turns.session_N, turns.sequence_N, turns.at_N, outcome, size)
     for n, (account, session, sequence, at, how, characters) in enumerate(
         zip(*(c.tolist() for c in columns), strict=True)

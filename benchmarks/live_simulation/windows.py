@@ -52,12 +52,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class LearningRun:
-    """`logits` of the versions, the first being the one before; hidden utility of each; and of a fault, what was
-    counted of it over all windows."""
+    """`logits` of the versions, the first being the one before, and hidden utility of each."""
 
     logits: list[np.ndarray]
     utility: list[float]
-    counted: int
 
     @property
     def gain(self) -> float:
@@ -67,39 +65,35 @@ class LearningRun:
 
 @dataclass(frozen=True)
 class Window:
-    """One window. `crooked_A`: accounts of an attacker; `withdrawn_A`: accounts that took their consent back."""
+    """One window. `crooked_A`: accounts of an attacker."""
 
     number: int
     population: SimulatedAccounts
     crooked_A: np.ndarray
-    withdrawn_A: np.ndarray
     turns: Turns
     signals: Signals
 
 
-def run(seed: int, setting: Setting) -> LearningRun:
-    """All versions of a setting."""
+def run(seed: int, setting: Setting, first_CVA: np.ndarray | None = None) -> LearningRun:
+    """All versions of a setting. `first_CVA`: logits of the first one, by default `bandit.first_policy`."""
     rng = np.random.default_rng((seed, 5))
     population = draw_population(rng)
     hidden_VA = utility(population)
     crooked_A = np.zeros(population.size, bool)
     if setting.fault == "sybils":
         population, crooked_A = faults.with_sybils(population)
-    withdrawn_A = (rng.random(population.size) < 0.1) & (setting.fault == "withdrawn-consent")
-    logits = [bandit.first_policy(CELLS + (setting.fault == "lone-voter"))]
-    counted = 0
+    logits = [bandit.first_policy(CELLS + (setting.fault == "lone-voter")) if first_CVA is None else first_CVA]
     for number in range(setting.versions):
         policy = bandit.probabilities(logits[-1])
         turns = serve(rng, population, policy[:CELLS], setting.turns)
         if setting.fault == "lone-voter":
             turns = faults.with_probe(rng, turns, int(population.consent_A.argmax()), policy[CELLS, 0])
         signals = _signals(rng, population, crooked_A, turns, setting)
-        window = Window(number, population, crooked_A, withdrawn_A, turns, signals)
+        window = Window(number, population, crooked_A, turns, signals)
         log = records(population, turns, signals, number)
         gain_N = replaced_gains(rng, window, log, setting) if setting.replaces else gains(window, log, setting)
-        counted += int((withdrawn_A[turns.account_N] & (gain_N != 0)).sum())
         logits.append(bandit.learn(logits[-1], turns, gain_N, RATE))
-    return LearningRun(logits, [bandit.mean_of(theta[:CELLS], hidden_VA) for theta in logits], counted)
+    return LearningRun(logits, [bandit.mean_of(theta[:CELLS], hidden_VA) for theta in logits])
 
 
 def _signals(
@@ -109,10 +103,6 @@ def _signals(
     signals = react(rng, population, turns, ratings=0.3 if setting.fault == "flattery" else 0.05)
     if setting.fault == "sybils":
         signals = faults.praising(turns, signals, crooked_A[turns.account_N])
-    elif setting.fault == "forged-key":
-        signals = faults.praising(turns, signals, rng.random(len(turns.account_N)) < 0.8, genuine=False)
-        if setting.guarded:
-            signals = faults.authentic(signals)
     elif setting.fault == "lone-voter":
         signals = faults.voted(turns, signals)
     elif setting.off("discard-hack"):
@@ -135,7 +125,6 @@ def gains(window: Window, log: WindowLog, setting: Setting) -> np.ndarray:
     turns = window.turns
     accounts = [f"a{account}" for account in range(window.population.size)]
     old = nanoseconds(0, -_OLD * 86_400)
-    forgotten = np.zeros(0, int) if setting.off("withdrawn-consent") else np.flatnonzero(window.withdrawn_A)
     rows = WindowRows(
         number=window.number,
         cut=log.cut,
@@ -145,7 +134,7 @@ def gains(window: Window, log: WindowLog, setting: Setting) -> np.ndarray:
         pending=frozenset(t.id for t in log.turns),
         suggestions=log.suggestions,
         signals=log.signals,
-        forgotten=frozenset(accounts[account] for account in forgotten),
+        forgotten=frozenset(),
         since={name: nanoseconds(0, 0) if window.crooked_A[n] else old for n, name in enumerate(accounts)},
     )
     kinds = [(f"kind {cell}", frozenset({(0, bytes([cell]))})) for cell in range(CELLS + 1)]

@@ -64,7 +64,9 @@ def spoken(*told: tuple[SignalKind, float] | tuple[SignalKind, float, float], ra
         ([], 100, S.CENSORED, 0.0),
         ([(K.APPLIED, 5)], 100, S.CENSORED, 0.0),  # accepted is not kept
         ([(K.GONE, 900)], 100, S.CENSORED, 0.0),
-        ([(K.GONE, 900), (K.UNDONE, 1000)], 100, S.CENSORED, 0.0),  # closed by the first of them
+        ([(K.GONE, 900), (K.UNDONE, 1000)], 100, S.MATURED, -0.6),  # told afterwards
+        ([(K.GONE, 900), (K.SURVIVED, 1900, 1.0)], 200, S.MATURED, 0.6),  # as this is
+        ([(K.SURVIVED, 5000, 1.0)], 200, S.MATURED, 0.6),  # late, but told
         ([(K.SURVIVED, 60, 1.0)], 100, S.CENSORED, 0.0),  # half an hour cannot have passed after a minute
         ([(K.SURVIVED, 1720, 1.0)], 200, S.MATURED, 0.6),  # clocks that run 5 % apart are believed
         ([(K.COMMITTED, 600, 1.0), (K.MERGED, 700)], 100, S.CENSORED, 0.0),  # for monitoring
@@ -217,7 +219,8 @@ def test_an_overwritten_edit_waits_for_what_replaced_it():
         story.edit(turn, f"edit of {turn}", at, 200)
     story.signal("edit of a", K.OVERWRITTEN, 1001, 1.0)
     assert (story.labels(2500)["a"].state, story.labels(2500)["a"].reason) == (S.OPEN, "open")
-    assert story.labels(3400)["a"].state == S.CENSORED
+    assert story.labels(3400)["a"].state == story.labels(5700)["a"].state == S.OPEN  # its signals may be late
+    assert story.labels(5801)["a"].state == S.CENSORED
 
 
 def test_overwritten_by_somebody_else_is_lost():
@@ -491,13 +494,54 @@ def test_labels_depend_on_nothing_that_came_after_the_cut(cut: float, seed: int)
     assert before.labels(cut) == story.labels(cut)
 
 
+@pytest.mark.parametrize(("horizon", "at", "state"), [
+    (600.0, 610, S.MATURED), (3600.0, 3610, S.MATURED), (120.0, 130, S.CENSORED), (86_400.0, 86_410, S.CENSORED),
+])  # fmt: skip
+def test_a_client_with_another_window_keeps_edits_too(horizon: float, at: float, state: str) -> None:
+    """What is kept counts as what is undone does: neither is censored because its client looks at another time."""
+    story = Story()
+    for turn in ("kept", "undone", "silent"):
+        story.turn(turn, turn, 0)
+        story.edit(turn, f"edit of {turn}", 0, 200)
+    story.survived("edit of kept", 1.0, at, horizon=horizon)
+    story.signal("edit of undone", K.UNDONE, 60)
+    found = story.labels(90_000)
+    assert [found[turn].state for turn in ("kept", "undone", "silent")] == [state, S.MATURED, S.CENSORED]
+    assert found["kept"].reward == pytest.approx(0.6 if state == S.MATURED else 0.0, **EXACT)
+
+
+def test_an_edit_that_is_there_is_no_missing_edit() -> None:
+    """The gateway derives NO_EDIT from an answer without code; the client made an edit of it all the same."""
+    for told, reward in (((K.SURVIVED, 1800, 1.0), 0.6), ((K.UNDONE, 60), -0.6)):
+        story = Story()
+        story.turn("s", "t", 0)
+        story.edit("t", "e", 0, 200)
+        story.signal("t", K.NO_EDIT, 1)
+        story.survived("e", told[2], told[1]) if told[0] == K.SURVIVED else story.signal("e", told[0], told[1])
+        label = story.labels()["t"]
+        assert (label.state, label.reward) == (S.MATURED, pytest.approx(reward, **EXACT))
+        assert "no_edit" not in label.components
+
+
+def test_thanks_are_no_correction() -> None:
+    story = Story()
+    story.turn("s", "a", 0)
+    story.turn("s", "b", 60)
+    story.signal("b", K.FOLLOWUP, 61, 0.1, text="thanks")
+    story.turn("s", "c", 120)
+    story.signal("c", K.FOLLOWUP, 121, 0.9, text="complaint", reader="judge m")
+    found = story.labels()
+    assert (found["a"].correction, found["b"].correction) == (None, "complaint")
+    assert (found["a"].reader, found["b"].reader) == ("", "judge m")
+
+
 def test_a_late_signal_makes_another_label_at_a_later_cut_only():
     story = Story()
     story.turn("s", "t", 0)
     story.edit("t", "e", 0)
-    early = story.labels(3000)
+    early = story.labels(4900)
     story.survived("e", 1.0, 5000)
-    assert story.labels(3000) == early
+    assert story.labels(4900) == early
     assert (early["t"].state, story.labels(6000)["t"].state) == (S.CENSORED, S.MATURED)
     assert story.labels(6000)["t"].cut == time(6000)
 

@@ -15,7 +15,7 @@ from etude.cli.main import main
 from etude.corpus.sessions import SessionReport, session_rows
 from etude.live.learn.consented import committed_requests, consented_threads
 from etude.live.log.accounts import seal
-from etude.live.log.privacy import forget
+from etude.live.log.privacy import AccountName, forget
 from etude.live.log.records import Consent, LivePolicy, TurnKind
 from etude.live.log.tenants import set_policy
 from etude.live.observe.agent_trace import TracedEdit, append_trace, trace_record
@@ -84,7 +84,7 @@ def test_a_session_whose_consent_was_taken_back_is_absent(log: StoryLog) -> None
     account = log.accounts.name("acme", "ada")
     two_turns(log, account=account)
     assert len(rows(log)[0]) == 1
-    forget(log.engine, log.store, log.accounts, log.folder, "acme", "ada")
+    forget(log.engine, log.store, log.accounts, log.folder, AccountName("acme", "ada"))
     none, report = rows(log)
     assert none == []
     assert report.refused == {"consent was taken back": 2}

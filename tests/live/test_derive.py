@@ -16,6 +16,7 @@ from etude.live.log.derive import (
     is_valid,
     of_answer,
     of_next,
+    own_words,
     schemas_of,
 )
 
@@ -148,6 +149,74 @@ def test_invalid_calls() -> None:
         answer = Message("assistant", "", (MessageCall(name, arguments),))
         assert [s.kind for s in of_answer([Message("user", "Go")], answer, tools)] == ["invalid_call"], arguments
     assert is_valid(MessageCall("any", '{"x": 1}'), {})
+
+
+def test_a_call_that_the_server_could_not_read_is_invalid() -> None:
+    """Clients see it as text; it is neither a question nor a missing edit."""
+    for text in ("[malformed call bash: not closed]", "May I?", ""):
+        answer = answer_of({"content": text}, malformed=1)
+        assert [s.kind for s in of_answer([Message("user", "Fix it")], answer, {})] == ["invalid_call"]
+    assert [s.kind for s in of_answer([Message("user", "Fix it")], answer_of({"content": "May I?"}), {})] == [
+        "question"
+    ]
+
+
+OBSERVED = (
+    "<returncode>1</returncode>\n<output>\nerror: that is wrong\n</output>",
+    "OBSERVATION:\nTraceback: it still fails",
+    "Observation: no such file",
+    "[execute_command for 'ls'] Result:\nerror",
+    "EXECUTION RESULT of [bash]:\nerror",
+    "Exit code: 1\nstderr: wrong",
+    "<tool_response>\nno, wrong\n</tool_response>",
+    "<system-reminder>\nThe user undid your edit, that is wrong\n</system-reminder>",
+    "<environment_details>\n# Errors: it still fails",
+    "[tool_result] wrong",
+    "",
+)
+
+
+@pytest.mark.parametrize("observed", OBSERVED)
+def test_output_of_tools_is_no_word_of_the_user(observed: str) -> None:
+    """Agents without native calls send results in the role "user"."""
+    before, answer = [Message("user", "Fix the loop")], Message("assistant", "```bash\nls\n```")
+    assert of_next(before, answer, [*before, answer, Message("user", observed)]) == []
+    assert own_words(Message("user", f"{observed}\n\nThanks")) in ("", "Thanks")
+    assert own_words(Message("tool", "wrong")) == ""
+    shown = [*before, answer, Message("user", observed)]
+    other = Message("user", observed.replace("wrong", "right").replace("error", "fine").replace("fails", "holds"))
+    assert of_next(shown, answer, [*before, answer, other])[1:] == [], "another result is no retry"
+    assert all(signal.value == 1.0 for signal in of_next(shown, answer, [*before, answer, other])), "but the same is"
+
+
+def test_the_users_words_beside_output_are_read() -> None:
+    before, answer = [Message("user", "Fix the loop")], Message("assistant", "Done.")
+    said = "<system-reminder>\nperfect, great\n</system-reminder>\nThat is wrong, undo it"
+    (followup,) = of_next(before, answer, [*before, answer, Message("user", said)])
+    assert (followup.text, followup.before) == ("That is wrong, undo it", "Fix the loop")
+    assert followup.value > 0.5
+    assert own_words(Message("user", "a < b and c > d, why?")) == "a < b and c > d, why?"
+    assert own_words(Message("user", "Observations are missing in the docs")) == "Observations are missing in the docs"
+
+
+@pytest.mark.parametrize("place", ["role", "result"])
+def test_tool_results_of_each_api_are_none_of_the_users(place: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "that is wrong"}
+    anthropic = [
+        {"role": "user", "content": [result, {"type": "text", "text": "<system-reminder>\nno\n</system-reminder>"}]}
+    ]
+    responses = [{"type": "function_call_output", "call_id": "1", "output": "that is wrong"}]
+    chat = [{"role": "tool", "tool_call_id": "1", "content": "that is wrong"}]
+    for dialect, key, more in (("messages", "messages", anthropic), ("responses", "input", responses),
+                               ("chat", "messages", chat)):  # fmt: skip
+        body = REQUESTS[dialect]
+        before, answer = conversation(dialect, body), Message("assistant", "Done.")
+        said = {"role": "assistant", "content": "Done."}
+        if place == "role":
+            after = conversation(dialect, {**body, key: [*body[key], said, *more]})
+        else:
+            after = [*before, answer, *conversation(dialect, {key: more})]
+        assert of_next(before, answer, after) == [], dialect
 
 
 def test_no_edit_where_one_was_asked_for() -> None:

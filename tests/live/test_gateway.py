@@ -445,7 +445,7 @@ def test_shares_of_the_arms_are_those_that_were_asked_for(tmp_path):
     assert 0.04 < both / len(names) < 0.08, "another release draws anew: 0.06 are in both canaries"
 
 
-def test_signals_come_in_three_shapes_and_wrong_ones_are_refused_whole(tmp_path, upstream, url):
+def test_signals_come_in_two_shapes_and_wrong_ones_are_refused_whole(tmp_path, upstream, url):
     config = live_config(tmp_path, url)
     key, other = new_key(config), new_key(config, "other")
     with running_gateway(config) as (_, at), client(at, key, **{"x-etude-consent": "train"}) as http:
@@ -463,8 +463,8 @@ def test_signals_come_in_three_shapes_and_wrong_ones_are_refused_whole(tmp_path,
         assert (shown.status_code, shown.json()["results"][0]["status"]) == (200, "recorded")
         events = [
             {"response_id": edit["id"], "name": "survived", "value": 0.75, "horizon": 1800, "source": "git"},
-            {"inference_id": turn, "metric_name": "demonstration", "value": "def better(): ..."},
-            {"episode_id": session, "metric_name": "rating", "value": False},
+            {"response_id": turn, "name": "correction", "comment": "def better(): ...", "source": "explicit"},
+            {"response_id": session, "name": "rating", "value": False, "source": "explicit", "event_id": "r1"},
             {
                 "name": "gen_ai.evaluation.result",
                 "attributes": {
@@ -477,6 +477,9 @@ def test_signals_come_in_three_shapes_and_wrong_ones_are_refused_whole(tmp_path,
         for again in ("recorded", "duplicate"):
             told = http.post("/v1/feedback", json=events)
             assert [r["status"] for r in told.json()["results"]] == [again] * 4
+        for other_one in ({"response_id": turn, "name": "rating"}, {"response_id": session, "name": "ended"}):
+            told = http.post("/v1/feedback", json=[other_one | {"value": 1.0, "event_id": "r1"}, events[0]])
+            assert (told.status_code, [r["status"] for r in told.json()["results"]]) == (409, ["conflict", "duplicate"])
         with client(at, other) as stranger:
             told = stranger.post("/v1/feedback", json=events[:1])
             assert (told.status_code, told.json()["results"][0]["status"]) == (404, "unknown")
@@ -488,13 +491,13 @@ def test_signals_come_in_three_shapes_and_wrong_ones_are_refused_whole(tmp_path,
             {"response_id": "x", "name": "undone"},
             {"name": "undone", "mood": 1},
             {"name": "rating", "value": 2.0},
-            {"inference_id": turn, "episode_id": session, "metric_name": "undone"},
+            {"inference_id": turn, "metric_name": "undone"},
             {"name": "correction"},
             {"name": "undone", "source": "rumour"},
             {"name": "undone", "horizon": True},
             {"name": "undone", "value": 2},
         ):
-            whole = wrong if "metric_name" in wrong else {"response_id": turn} | wrong
+            whole = {"response_id": turn} | wrong
             assert (
                 http.post("/v1/feedback", json=[{"response_id": turn, "name": "undone"}, whole]).status_code == 400
             ), wrong

@@ -28,7 +28,7 @@ from etude.live.gateway.writer import LogWriter
 from etude.live.learn.window import LiveContents, cut_window, window_samples
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs, open_log
-from etude.live.log.privacy import DAY, expire, export, forget, plant, planted
+from etude.live.log.privacy import DAY, AccountName, expire, export, forget, plant, planted
 from etude.live.log.records import LivePolicy, Signal, SignalKind, Suggestion, TurnContent, VersionSpan, ulid
 from etude.live.log.tenants import set_policy
 from etude.records import EpisodeBlob, Outcome
@@ -164,7 +164,7 @@ def trained(loop: Loop, number: int, version: int) -> None:
 def test_a_forgotten_account_is_on_no_disk_and_in_no_later_batch(loop: Loop) -> None:
     bob = loop.use("bob", "plain words")
     ann = loop.use("ann", MARK)
-    assert loop.holds(f"{MARK} client"), "the search finds what is there"
+    assert loop.holds(f"{MARK} org"), "the search finds what is there"
     number, batch = loop.window()
     assert set(batch) == set(ann + bob)
     trained(loop, number, 7)
@@ -175,11 +175,11 @@ def test_a_forgotten_account_is_on_no_disk_and_in_no_later_batch(loop: Loop) -> 
     next_number, batch = loop.window()
     assert set(batch) == set(later)
 
-    done = forget(loop.engine, loop.store, loop.accounts, loop.folder, "acme", "ann")
-    assert (done.account, done.turns, done.contents, done.versions) == (account, 6, 12, (7,))
+    done = forget(loop.engine, loop.store, loop.accounts, loop.folder, AccountName("acme", "ann"))
+    assert (done.accounts, done.turns, done.contents, done.versions) == ((account,), 6, 12, (7,))
     assert bool(done.remains) == (loop.database is not None)
     assert loop.holds(MARK) == []
-    assert loop.holds("plain words client") != []
+    assert loop.holds("plain words org") != []
     assert loop.store.list(f"{account[:2]}/{account}") == []
     with journal.reading(loop.engine) as connection:
         assert loop.accounts.key(connection, account) is None
@@ -195,7 +195,7 @@ def test_a_forgotten_account_is_on_no_disk_and_in_no_later_batch(loop: Loop) -> 
     assert loop.holds(MARK) == [], "what comes afterwards is not kept"
     fresh = loop.use("bob", "plain words")
     assert set(loop.window()[1]) == set(fresh)
-    assert forget(loop.engine, loop.store, loop.accounts, loop.folder, "acme", "ann").contents == 12
+    assert forget(loop.engine, loop.store, loop.accounts, loop.folder, AccountName("acme", "ann")).contents == 12
     assert loop.store.list(f"{account[:2]}/{account}") == []
 
 
@@ -204,12 +204,12 @@ def test_a_kill_within_forget_leaves_nothing_readable(loop: Loop, monkeypatch: p
     account = loop.accounts.name("acme", "ann")
     monkeypatch.setattr(Store, "delete", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        forget(loop.engine, loop.store, loop.accounts, loop.folder, "acme", "ann")
+        forget(loop.engine, loop.store, loop.accounts, loop.folder, AccountName("acme", "ann"))
     monkeypatch.undo()
     with journal.reading(loop.engine) as connection:
         assert loop.accounts.key(connection, account) is None
     assert loop.window()[1] == []
-    assert forget(loop.engine, loop.store, loop.accounts, loop.folder, "acme", "ann").contents == 2
+    assert forget(loop.engine, loop.store, loop.accounts, loop.folder, AccountName("acme", "ann")).contents == 2
     assert loop.holds(MARK) == []
 
 
@@ -228,7 +228,7 @@ def test_tokens_that_wait_for_a_trainer_go_as_well(tmp_path: Path) -> None:
         ledger.finish(
             lease, outcome=Outcome.SCORED, reward=1.0, passed=True, blob=blob, tokens=4, min_version=0, metrics={}
         )
-    assert forget(loop.engine, loop.store, loop.accounts, loop.folder, "acme", "ann").waiting == 1
+    assert forget(loop.engine, loop.store, loop.accounts, loop.folder, AccountName("acme", "ann")).waiting == 1
     assert loop.holds(MARK) == []
     ((group, _, _),) = ledger.untrained()
     assert ledger.groups([group])[0].task_id == bob[0]
@@ -241,7 +241,7 @@ def test_export_has_everything_decrypted(loop: Loop, tmp_path: Path) -> None:
     loop.use("bob", "plain words")
     loop.window()
     out = tmp_path / "out"
-    counts = export(loop.engine, loop.store, loop.accounts, "acme", "ann", out)
+    counts = export(loop.engine, loop.store, loop.accounts, AccountName("acme", "ann"), out)
     kept = {name: counts[name] for name in ("sessions", "turns", "suggestions", "signals", "labels", "exits", "files")}
     assert kept == {"sessions": 1, "turns": 2, "suggestions": 2, "signals": 6, "labels": 2, "exits": 2, "files": 4}
     told = json.loads((out / "account.json").read_text())
@@ -254,9 +254,9 @@ def test_export_has_everything_decrypted(loop: Loop, tmp_path: Path) -> None:
     assert texts == [f"I wanted {MARK}"] * 2
     assert "plain words" not in (out / "account.json").read_text()
     with pytest.raises(UserError, match="exists already"):
-        export(loop.engine, loop.store, loop.accounts, "acme", "ann", out)
-    with pytest.raises(UserError, match="nothing is known of 'eve'"):
-        export(loop.engine, loop.store, loop.accounts, "acme", "eve", tmp_path / "other")
+        export(loop.engine, loop.store, loop.accounts, AccountName("acme", "ann"), out)
+    with pytest.raises(UserError, match="nothing is known of a user or key 'eve'"):
+        export(loop.engine, loop.store, loop.accounts, AccountName("acme", "eve"), tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
@@ -267,14 +267,16 @@ def test_retention_by_class(loop: Loop) -> None:
     trained(loop, number, 1)
     loop.use("bob", "plain words", 1)
     now = time.time_ns()
-    assert expire(loop.engine, loop.store, now + 29 * DAY) == 0
-    assert expire(loop.engine, loop.store, now + 31 * DAY) == 2, "a turn and its text, on which nothing was trained"
-    assert expire(loop.engine, loop.store, now + 31 * DAY) == 0
+    assert expire(loop.engine, loop.store, loop.folder, now + 29 * DAY) == 0
+    assert expire(loop.engine, loop.store, loop.folder, now + 31 * DAY) == 2, (
+        "a turn and its text, on which nothing was trained"
+    )
+    assert expire(loop.engine, loop.store, loop.folder, now + 31 * DAY) == 0
     with journal.reading(loop.engine) as connection:
         kept = {turn.id: turn for turn in journal.turns(connection, time.time_ns())}
     assert [turn.id for turn in kept.values() if turn.blob is not None] == used
     set_policy(loop.engine, "acme", LivePolicy(trained_days=60.0))
-    assert expire(loop.engine, loop.store, now + 61 * DAY) == 2
+    assert expire(loop.engine, loop.store, loop.folder, now + 61 * DAY) == 2
     assert loop.store.list() == []
 
 
@@ -322,7 +324,10 @@ def test_planted_strings_and_the_commands(tmp_path: Path, capsys: pytest.Capture
     assert "1 turns" in run("export", "acme", "ann", "-o", str(tmp_path / "out"))
     assert run("expire").startswith("0 contents")
     assert "is forgotten" in run("forget", "acme", "ann")
-    assert "check the name" in run("forget", "acme", "anne")
+    for words in (("anne",), ("--organisation", "nobody"), (), ("ann", "--everyone")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["live", "forget", str(config), "acme", *words])
+    assert "nothing is known of a user or key 'anne'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["live", "forget", str(config), "acmee", "ann"])
     assert "no tenant acmee" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_the_first_release_reaches_every_store_at_once_and_only_once(two: Site) 
 
 def test_a_release_goes_from_the_canary_to_all(two: Site) -> None:
     old, new = two.site.read().states[0].release.manifest, two.passed(SECOND, 1)
-    assert operations.start(two.site, new, 1).stage is ReleaseStage.SHADOW
+    assert operations.start(two.site, new, 1).stage is ReleaseStage.STAGED
     assert two.held()["east-canary"] == (1, new)
     assert two.held()["west-control"] == (0, old)
     assert operations.tick(two.site).text == "release 2: goes to 50% of the accounts"
@@ -144,7 +144,7 @@ def test_what_cannot_be_released_is_refused(two: Site) -> None:
     with pytest.raises(UserError, match="version 7 has not passed the gate"):
         operations.start(two.site, "another", 7)
     operations.start(two.site, new, 1)
-    with pytest.raises(UserError, match=r"release 2 \(version 1\) is in its shadow stage"):
+    with pytest.raises(UserError, match=r"release 2 \(version 1\) is in its staged stage"):
         operations.start(two.site, "another", 7)
     with pytest.raises(UserError, match="no release waits for an approval"):
         operations.approve(two.site, "ada")
@@ -415,7 +415,7 @@ def test_commands_say_what_they_did(two: Site, tmp_path: Path, capsys) -> None:
     assert "no window was trained on yet" in said("release", code=2)
     assert "version 0): released at 100%, the first release" in said("release", "--store", str(two.trained))
     two.passed(SECOND, 1)
-    assert "release 2 (version 1): shadow at 0%" in said("release", "--store", str(two.trained), "--version", "1")
+    assert "release 2 (version 1): staged at 0%" in said("release", "--store", str(two.trained), "--version", "1")
     assert "no release waits for an approval" in said("release", "--approve", "ada", code=2)
     told = json.loads(said("rollback", "--reason", "a complaint", "--by", "ada", "--json").splitlines()[-1])
     assert (told["release"], told["lagging"]) == (3, [])

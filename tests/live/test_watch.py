@@ -280,15 +280,6 @@ def test_a_fresh_clone_takes_edits_up_from_agent_traces(
     assert (merged["kind"], merged["subject"], merged["value"]) == ("merged", shown["subject"], 1.0)
 
 
-def test_a_note_of_git_ai_that_knows_persons_only_halves_the_confidence(desk: Desk) -> None:
-    desk.turn("T1", lambda: desk.write("a.py", [*BASE[:10], *EDIT, *BASE[10:]]))
-    desk.commit()
-    note = ["a.py", "  h_31dce776f88375 11-14", "---", json.dumps({"schema_version": "authorship/3.0.0"})]
-    git(desk.root, "notes", "--ref=ai", "add", "-m", "\n".join(note), "HEAD")
-    (committed,) = desk.look()
-    assert (committed["kind"], committed["confidence"]) == ("committed", 0.5)
-
-
 def test_what_is_excluded_is_never_read(desk: Desk) -> None:
     def work() -> None:
         desk.write("private/a.py", EDIT)

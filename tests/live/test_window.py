@@ -29,7 +29,7 @@ from etude.live.gateway.writer import LogWriter
 from etude.live.learn.filters import decide
 from etude.live.learn.window import cut_window, exits_of, replay_window, signal_calibration, window_samples
 from etude.live.log import journal, schema
-from etude.live.log.privacy import forget
+from etude.live.log.privacy import AccountName, forget
 from etude.live.log.records import Consent, ExitKind, SignalKind, Suggestion, TurnKind, VersionSpan, ulid
 from tests.helpers.live_story import Story, StoryLog, content, time
 
@@ -171,7 +171,7 @@ def users(live: StoryLog, count: int) -> Story:
 
 
 def forgotten(live: StoryLog, user: str) -> str:
-    forget(live.engine, live.store, live.accounts, live.folder, "acme", user)
+    forget(live.engine, live.store, live.accounts, live.folder, AccountName("acme", user))
     return live.accounts.name("acme", user)
 
 

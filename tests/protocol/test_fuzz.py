@@ -179,7 +179,7 @@ def gateway(folder: Path) -> Iterator[FuzzTarget]:
             chat = {"model": "stub", "messages": MESSAGES, "user": "u", "metadata": {"user_id": "v"}, "stream": False}
             turn = "0" * 26
             signal_ = {"response_id": turn, "name": "undone", "value": 1, "source": "client", "event_id": "e"}
-            rated = {"inference_id": turn, "metric_name": "rating", "value": 0.5, "tags": {}}
+            rated = {"response_id": turn, "name": "rating", "value": 0.5, "event_id": "r"}
             judged = {"gen_ai.response.id": turn, "gen_ai.evaluation.name": "rating"}
             otel = {"name": "gen_ai.evaluation.result", "attributes": judged | {"gen_ai.evaluation.score.value": 1}}
             edit = {"id": turn, "path": "a.py", "base": "b", "old_lines": [1, 2], "new": "n", "characters": 3}

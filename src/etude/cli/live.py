@@ -47,6 +47,7 @@ ACTIONS = {
     "watch-canary": "decide on the release on trial each minute, until it is interrupted",
     "demo": "let simulated users teach the nano model through all of it, on two CPU cores",
     "requests": "write the requests of users whose changes were committed, as words for tasks",
+    "calibrate": "tell how well follow-ups are read, by labelled examples in eight languages",
     "window": "compute what is learned from, or compute an earlier window again",
     "train": "learn from a window: the next version, a candidate for the gate",
 }

@@ -126,6 +126,7 @@ def _add_choice(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
 
 def run_tenant(arguments: argparse.Namespace) -> None:
     """Changes the policy by the flags, and shows policies. Raises UserError."""
+    from etude.live.log.privacy import apply_policies
     from etude.live.log.records import LivePolicy
     from etude.live.log.tenants import policies, set_policy
 
@@ -141,6 +142,8 @@ def run_tenant(arguments: argparse.Namespace) -> None:
             before = known.get(arguments.tenant, LivePolicy())
             known[arguments.tenant] = msgspec.structs.replace(before, **flags)
             set_policy(loop.engine, arguments.tenant, known[arguments.tenant])
+            if gone := apply_policies(loop.engine, loop.contents, loop.folder):
+                print(f"{gone} contents that this no longer allows are deleted", file=sys.stderr)
     if arguments.tenant is not None and arguments.tenant not in known:
         raise UserError(f"there is no tenant {arguments.tenant}; `etude live key create` makes one")
     for name in [arguments.tenant] if arguments.tenant else sorted(known):
@@ -150,36 +153,36 @@ def run_tenant(arguments: argparse.Namespace) -> None:
 # forget, export, expire, plant ----------------------------------------------------------------------------------------
 
 
-def add_account(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments CONFIG TENANT USER."""
+def add_forget(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live forget`."""
     add_config(parser)
     parser.add_argument("tenant", metavar="TENANT", help="name of the tenant")
-    user = "as the client's X-Etude-User has it, else the name of its API key"
-    parser.add_argument("user", metavar="USER", help=user)
+    user = "as X-Etude-User, `user` or `metadata.user_id` of a body has it, or the name of an API key"
+    whom = parser.add_mutually_exclusive_group(required=True)
+    whom.add_argument("user", metavar="USER", nargs="?", help=user)
+    whom.add_argument("--organisation", default="", help="all accounts that named this organisation")
+    whom.add_argument("--everyone", action="store_true", help="all accounts of the tenant")
 
 
 def run_forget(arguments: argparse.Namespace) -> None:
-    """Destroys an account's key, and prints what was deleted and which versions were trained on it. Raises
+    """Destroys the keys of accounts, and prints what was deleted and which versions were trained on it. Raises
     UserError."""
-    from etude.live.log.privacy import forget
+    from etude.live.log.privacy import AccountName, forget
     from etude.live.log.tenants import policies
 
+    name = AccountName(arguments.tenant, arguments.user or "", arguments.organisation)
+    if not (name.user or name.organisation or arguments.everyone):
+        raise UserError("name the user, or give --organisation or --everyone")
     with opened(arguments.config) as loop:
         with loop.engine.connect() as connection:
             if arguments.tenant not in policies(connection):
                 raise UserError(
                     f"there is no tenant {arguments.tenant}; `etude live tenant` shows those that there are"
                 )
-        done = forget(loop.engine, loop.contents, loop.accounts, loop.folder, arguments.tenant, arguments.user)
-    print(
-        f"The account {done.account} is forgotten: its key is destroyed, {done.contents} contents of {done.turns} "
-        f"turns are deleted, {done.waiting} of them from a run."
-    )
-    if not done.turns:
-        print(
-            f"Nothing was recorded of {arguments.user!r} of {arguments.tenant}, and nothing will be; if that is a "
-            f"surprise, check the name."
-        )
+        done = forget(loop.engine, loop.contents, loop.accounts, loop.folder, name)
+    for account in done.accounts:
+        print(f"The account {account} is forgotten: its key is destroyed.")
+    print(f"{done.contents} contents of {done.turns} turns are deleted, {done.waiting} of them from a run.")
     if done.versions:
         releases = ", ".join(map(str, done.releases)) or "none"
         print(f"Versions trained on it: {', '.join(map(str, done.versions))}; releases: {releases}.")
@@ -189,16 +192,21 @@ def run_forget(arguments: argparse.Namespace) -> None:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude live export`."""
-    add_account(parser)
+    add_config(parser)
+    parser.add_argument("tenant", metavar="TENANT", help="name of the tenant")
+    parser.add_argument("user", metavar="USER", help="as for `etude live forget`")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to make")
 
 
 def run_export(arguments: argparse.Namespace) -> None:
     """Writes all records of an account, decrypted, and prints counts. Raises UserError."""
-    from etude.live.log.privacy import export
+    from etude.live.log.privacy import AccountName, export
 
+    name = AccountName(arguments.tenant, arguments.user)
+    if not name.user:
+        raise UserError("name the user")
     with opened(arguments.config) as loop:
-        counts = export(loop.engine, loop.contents, loop.accounts, arguments.tenant, arguments.user, arguments.output)
+        counts = export(loop.engine, loop.contents, loop.accounts, name, arguments.output)
     print(f"{arguments.output}: {', '.join(f'{count} {name}' for name, count in counts.items() if count)}")
 
 
@@ -207,8 +215,8 @@ def run_expire(arguments: argparse.Namespace) -> None:
     from etude.live.log.privacy import expire
 
     with opened(arguments.config) as loop:
-        count = expire(loop.engine, loop.contents)
-    print(f"{count} contents were older than their tenants keep them, and are deleted")
+        count = expire(loop.engine, loop.contents, loop.folder)
+    print(f"{count} contents were older than their tenants keep them, or without consent by now, and are deleted")
 
 
 def add_plant(parser: argparse.ArgumentParser) -> None:
@@ -235,7 +243,7 @@ ACTIONS: dict[str, LiveAction] = {
     "serve": (add_serve, run_serve),
     "key": (add_key, run_key),
     "tenant": (add_tenant, run_tenant),
-    "forget": (add_account, run_forget),
+    "forget": (add_forget, run_forget),
     "export": (add_export, run_export),
     "expire": (add_config, run_expire),
     "plant": (add_plant, run_plant),

@@ -21,6 +21,31 @@ if TYPE_CHECKING:
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _DEMO_FOLDER = Path("outputs/live-demo")
 
+# calibrate ------------------------------------------------------------------------------------------------------------
+
+
+def add_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live calibrate`."""
+    add_config(parser)
+    add_json(parser)
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    """Prints how often the judge and the English word list agree with labelled follow-ups, and keeps the judge's
+    agreement for `status`. Code 1 for a judge that agrees less often than the list. Raises UserError."""
+    from etude.live.gateway import calibrated
+
+    with opened(arguments.config, make=True) as loop:
+        readers = calibrated(loop.config.judge, loop.folder)
+    print("| reader | examples | right | no verdict | by language |\n|---|---|---|---|---|")
+    for each in readers:
+        languages = ", ".join(f"{name} {share:.0%}" for name, share in each.languages.items())
+        print(f"| {each.reader} | {each.examples} | {each.right:.0%} | {each.failed} | {languages} |")
+    if arguments.json:
+        print(json.dumps({each.reader: asdict(each) for each in readers}))
+    return int(readers[-1].right < readers[0].right)
+
+
 # window ---------------------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +240,7 @@ def run_requests(arguments: argparse.Namespace) -> None:
 
 ACTIONS: dict[str, LiveAction] = {
     "requests": (add_requests, run_requests),
+    "calibrate": (add_calibrate, run_calibrate),
     "window": (add_window, run_window),
     "train": (add_train, run_train),
     "demo": (add_demo, run_demo),

@@ -208,7 +208,8 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 
 
 def run_status(arguments: argparse.Namespace) -> None:
-    """Prints the newest releases, the evidence on the release on trial, and every cluster. Raises UserError."""
+    """Prints the newest releases, the evidence on the release on trial, every cluster, and who reads follow-ups. Raises
+    UserError."""
     from etude.live.release.operations import status
 
     with opened(arguments.config, make=True) as loop:
@@ -243,6 +244,7 @@ def run_status(arguments: argparse.Namespace) -> None:
             f"\nRelease {taint['release']} was rolled back: its window {taint['window']} learned from "
             f"{len(taint['turns'])} turns of {len(taint['accounts'])} accounts (--json lists them)"
         )
+    print(f"\n{state['followups']['sentence']}")
     if arguments.json:
         print(json.dumps(state))
 

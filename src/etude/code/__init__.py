@@ -51,7 +51,15 @@ from etude.code.operators import (
     Operator,
 )
 from etude.code.packages import NotInstallable, download_wheel, fetch_library, fetch_wheel, install_wheels
-from etude.code.secrets import credential_name, find_secrets, redacted, redacted_json, secret_in, secret_in_json
+from etude.code.secrets import (
+    credential_name,
+    find_secrets,
+    redacted,
+    redacted_json,
+    secret_in,
+    secret_in_json,
+    secret_rules,
+)
 from etude.code.shingles import run_codes, shingle_codes, text_shingles, token_runs, word_codes, words_of
 
 PUBLIC = ("", "functions")

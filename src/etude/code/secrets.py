@@ -160,6 +160,11 @@ def _within(text: str) -> Any:
         return None
 
 
+def secret_rules() -> frozenset[str]:
+    """The names of all rules of texts."""
+    return frozenset({*(rule.id for rule in _rules()), UNREADABLE})
+
+
 def credential_name(path: str) -> str | None:
     """The kind of credentials that files of this name hold ("a private key"); None for other names."""
     lowered = _COPY.sub(b"", path.lower().encode("utf-8", "surrogateescape"))

@@ -49,6 +49,16 @@ class LiveGatewayConfig(Section):
     seconds: float = option(600.0, "deadline of an answer", gt=0)
 
 
+class JudgeConfig(Section):
+    """The model that reads what users say next. Its server gets their messages, scrubbed."""
+
+    url: str = Field(description="base of the API, ending in /v1", pattern=r"^https?://[^@\s]+$")
+    model: str = Field(description="name of the model there", min_length=1)
+    api: Literal["openai", "anthropic"] = option("openai", "format of the API")
+    key_variable: str = option("", "environment variable with its key; empty: it needs none")
+    seconds: float = option(30.0, "deadline of a verdict; a later one is no signal", gt=0)
+
+
 class LabelsConfig(Section):
     """Rules that turn signals into rewards (docs/live.md)."""
 
@@ -131,6 +141,7 @@ class LiveConfig(Section):
     )
     train: LocalPath | None = option(None, "recipe of stage rl whose trainer learns from a window")
     gateway: LiveGatewayConfig = LiveGatewayConfig()
+    judge: JudgeConfig | None = option(None, "reads follow-ups, in any language; none: an English word list does")
     labels: LabelsConfig = LabelsConfig()
     gate: GateConfig = GateConfig()
     canary: CanaryConfig = CanaryConfig()

@@ -58,7 +58,8 @@ class ServedTokens(Record, frozen=True, kw_only=True):
     """The tokens of one answer of the /v1 routes (`GET /v1/turns/NAME`). Arrays are as in `records.Segment`:
     little-endian int32, log-probabilities float32, after temperature and top-p. `plain`: nothing else changed the
     distribution, and the prompt has no documents. `message` is the answer in OpenAI's chat format, as JSON, empty if it
-    was not finished; `text` is the text of prompt and answer."""
+    was not finished; `malformed` counts the calls that the dialect's parser could not read and that the message shows
+    as text; `text` is the text of prompt and answer."""
 
     prompt_ids: bytes
     ids: bytes
@@ -71,6 +72,7 @@ class ServedTokens(Record, frozen=True, kw_only=True):
     choices: int  # sampled for the request; these tokens are of the first
     message: bytes
     text: str
+    malformed: int = 0
 
 
 class SequenceScores(Record, frozen=True, kw_only=True):

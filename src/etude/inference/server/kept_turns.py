@@ -104,4 +104,5 @@ class KeptTurns:
             message=msgspec.json.encode(kept.turn.message),
             text=tokenizer.decode(request.prompt, skip_special_tokens=False)
             + tokenizer.decode(ids, skip_special_tokens=False),
+            malformed=kept.turn.malformed,
         )

@@ -1,6 +1,6 @@
 """Records from clients' requests with signals or suggestions (docs/live.md).
 
-A signal has one of three shapes: etude's, TensorZero's feedback, or OpenTelemetry's `gen_ai.evaluation.result`
+A signal has one of two shapes: etude's, or OpenTelemetry's `gen_ai.evaluation.result`
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-events/).
 """
 
@@ -33,8 +33,6 @@ _OURS = frozenset({
     "response_id", "name", "value", "label", "comment", "source", "event_id", "horizon", "observed_at",
     "client_sequence", "confidence",
 })  # fmt: skip
-_TENSORZERO = frozenset({"inference_id", "episode_id", "metric_name", "value", "tags", "dryrun", "event_id"})
-_TEXTS = {"demonstration": (SignalKind.CORRECTION, 1.0), "comment": (SignalKind.FOLLOWUP, 0.5)}
 
 
 def read_signals(body: bytes, tenant: str, account: str = "") -> list[SignalEntry]:
@@ -50,9 +48,7 @@ def _signal(event: Any, tenant: str, account: str) -> SignalEntry:
     if not isinstance(event, dict):
         raise Refusal(400, "an event is an object with response_id, name and value")
     digest = hashlib.blake2b(msgspec.json.encode(event, order="sorted"), digest_size=16).hexdigest()
-    if "metric_name" in event:
-        event = _of_tensorzero(event)
-    elif event.get("name") == "gen_ai.evaluation.result":
+    if event.get("name") == "gen_ai.evaluation.result":
         event = _of_otel(event)
     if unknown := sorted(map(str, event.keys() - _OURS)):
         raise Refusal(400, f"{unknown[0][:100]} is no field of an event", param=unknown[0][:100])
@@ -84,27 +80,6 @@ def _signal(event: Any, tenant: str, account: str) -> SignalEntry:
     if kind == SignalKind.CORRECTION and not comment:
         raise Refusal(400, "a correction needs its text as comment", param="comment")
     return SignalEntry(signal, comment or None, account)
-
-
-def _of_tensorzero(event: dict[str, Any]) -> dict[str, Any]:
-    """An event from TensorZero's feedback (https://www.tensorzero.com/docs/gateway/guides/metrics-feedback): a metric
-    by name, a comment, or a demonstration, the text that the model should have written."""
-    if unknown := sorted(map(str, event.keys() - _TENSORZERO)):
-        raise Refusal(400, f"{unknown[0][:100]} is no field of feedback", param=unknown[0][:100])
-    if event.get("dryrun"):
-        raise Refusal(400, "dryrun is not supported: leave it out", param="dryrun")
-    if ("inference_id" in event) == ("episode_id" in event):
-        raise Refusal(400, "feedback is on an inference_id or an episode_id", param="inference_id")
-    ours = {"response_id": event.get("inference_id", event.get("episode_id")), "source": "explicit"}
-    ours |= {"event_id": event["event_id"]} if "event_id" in event else {}
-    name = event["metric_name"]
-    if not isinstance(name, str) or name not in _TEXTS:
-        return ours | {"name": name, "value": event.get("value")}
-    text = event.get("value")
-    if not isinstance(text, str):  # blocks of content, in demonstrations of chat inferences
-        text = msgspec.json.encode(text).decode()
-    kind, value = _TEXTS[name]
-    return ours | {"name": kind.value, "value": value, "comment": text}
 
 
 def _of_otel(event: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pathlib import Path
 import uvicorn
 
 from etude.config import LiveConfig
+from etude.live.gateway.judging import FollowUpJudge
 from etude.live.gateway.keys import KeyCheck
 from etude.live.gateway.proxy import AnswerProxy
 from etude.live.gateway.queue import RecordQueue
@@ -50,13 +51,14 @@ class Gateway:
     token of the clusters' servers. Raises UserError."""
 
     def __init__(self, config: LiveConfig, token: str | None = None, upstream_token: str | None = None) -> None:
-        folder = Path(config.folder)
+        self._folder = folder = Path(config.folder)
         self.engine = open_log(folder, config.database)
         self.accounts = Accounts(folder).check(self.engine)
         self.queue = RecordQueue(config.gateway.queue, slot_seconds=60 * config.canary.slot_minutes)
         self.view = LogView(self.engine)
         self.clusters = Clusters(config.clusters, upstream_token)
-        self.recorder = TurnRecorder(self.queue, self.view.directory)
+        self._judge = None if config.judge is None else FollowUpJudge(config.judge, self.queue.submit)
+        self.recorder = TurnRecorder(self.queue, self.view.directory, self._judge)
         self._blobs = open_blobs(folder)
         self._writer = LogWriter(
             self.queue,
@@ -99,6 +101,8 @@ class Gateway:
             for task in tasks:
                 task.cancel()
             await self.recorder.drain()
+            if self._judge is not None:
+                await asyncio.to_thread(self._judge.close)
             self.clusters.close()
             await asyncio.to_thread(self._writer.close)
             self.engine.dispose()
@@ -113,7 +117,7 @@ class Gateway:
         """Deletes contents older than their tenants keep them, now and once a day."""
         failure = "contents that are too old were not deleted; see `etude live expire`"
         while True:
-            await self._in_background(failure, partial(expire, self.engine, self._blobs))
+            await self._in_background(failure, partial(expire, self.engine, self._blobs, self._folder))
             await asyncio.sleep(_EXPIRE_SECONDS)
 
     async def _in_background(self, failure: str, work: Callable[[], object]) -> None:

@@ -22,6 +22,8 @@ def metrics_text(queue: RecordQueue, writer: LogWriter, recorder: TurnRecorder, 
         "uncounted": counters.uncounted,
     }
     lines = [f"etude_live_{name}_total {value}" for name, value in totals.items()]
+    judged = recorder.judged
+    lines += [f'etude_live_followups_total{{judge="{name}"}} {n}' for name, n in sorted(judged.items())]
     lines += [f'etude_live_drops_total{{reason="{reason}"}} {n}' for reason, n in sorted(counters.drops.items())]
     lines += [f"etude_live_waiting {queue.waiting}", f"etude_live_fetches {recorder.fetches}"]
     for server in clusters.all:

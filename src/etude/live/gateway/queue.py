@@ -53,10 +53,11 @@ class Total:
 
 @dataclass
 class PendingCounts:
-    """Unwritten totals by key, slot and name, and drops by reason and hour."""
+    """Unwritten totals by key, slot and name, drops by reason and hour, and tenants of the accounts that withdrew."""
 
     totals: dict[tuple[Key, int, str], Total] = field(default_factory=lambda: defaultdict(Total))
     drops: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
+    withdrawn: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(self, other: PendingCounts) -> None:
         """Adds other counts."""
@@ -64,6 +65,7 @@ class PendingCounts:
             self.totals[key].count += total.count
             self.totals[key].total += total.total
         self.drops.update(other.drops)
+        self.withdrawn |= other.withdrawn
 
 
 @dataclass
@@ -128,6 +130,12 @@ class RecordQueue:
             self.counters.drops[reason] += count
             self._pending.drops[reason, time.time_ns() // _HOUR] += count
 
+    def withdraw(self, account: str, tenant: str) -> None:
+        """Notes that an account refuses to be trained on, from now on and for what it gave before. Never lost while the
+        gateway lives."""
+        with self._lock:
+            self._pending.withdrawn[account] = tenant
+
     def slot(self, at: int) -> int:
         """The slot of a time in nanoseconds."""
         return at // self._slot
@@ -175,7 +183,7 @@ class RecordQueue:
     @property
     def has_counts(self) -> bool:
         """Whether counts wait."""
-        return bool(self._pending.totals or self._pending.drops)
+        return bool(self._pending.totals or self._pending.drops or self._pending.withdrawn)
 
     @property
     def ended(self) -> bool:

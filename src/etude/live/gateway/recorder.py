@@ -10,11 +10,12 @@ import msgspec
 
 from etude.live.gateway.answer_ids import turn_in
 from etude.live.gateway.entries import ServedEntry, TurnEntry
+from etude.live.gateway.judging import FollowUpJudge
 from etude.live.gateway.observed import LastTurns
 from etude.live.gateway.queue import RecordQueue
 from etude.live.gateway.requests import TurnRequest
 from etude.live.gateway.upstream import AWAY, Server
-from etude.live.log.records import ServedTurn, Session, TurnContent, VersionSpan
+from etude.live.log.records import ServedTurn, Session, SignalKind, TurnContent, VersionSpan
 from etude.live.log.tenants import Directory
 from etude.protocol import ServedTokens
 
@@ -25,17 +26,23 @@ _DRAIN_SECONDS = 5.0
 
 
 class TurnRecorder:
-    """Queues the turns of answers. `directory` holds the policies of the tenants."""
+    """Queues the turns of answers. `directory` holds the policies of the tenants; `judge` reads follow-ups."""
 
-    def __init__(self, queue: RecordQueue, directory: Directory) -> None:
+    def __init__(self, queue: RecordQueue, directory: Directory, judge: FollowUpJudge | None = None) -> None:
         self.open: dict[str, asyncio.Event] = {}
         """By the ids of turns, of sessions, and of bodies with their tenant, which a client knows before they are
         queued: an event that is set once they are."""
         self._queue = queue
         self._directory = directory
+        self._judge = judge
         self._last = LastTurns()
         self._fetches: set[asyncio.Task[None]] = set()
         self._fetched_bytes = 0
+
+    @property
+    def judged(self) -> dict[str, int]:
+        """Follow-ups by what the judge did with them; empty without a judge."""
+        return {} if self._judge is None else dict(self._judge.counts)
 
     @property
     def fetches(self) -> int:
@@ -71,6 +78,8 @@ class TurnRecorder:
         if request.dialect is None:
             return False
         if not request.recorded:
+            if request.consent.policy == "header":
+                self._queue.withdraw(request.account, request.key.tenant)
             self._queue.append(ServedEntry(request.id, request.counter_key, request.answer))
         elif len(self._fetches) >= _MAX_FETCHES or self._fetched_bytes + len(request.body) > _MAX_FETCHED_BYTES:
             self._queue.drop("queue_full")
@@ -105,9 +114,15 @@ class TurnRecorder:
         if tokens is not None and tokens.spans and tokens.spans[-1][2] not in server.digests:
             await server.look()  # the server changed its version after the last look
         entry = self._entry(request, server, tokens, seconds)
-        signals = await asyncio.to_thread(self._last.signals, entry)
-        if self._queue.append(entry) and signals:
+        derived = await asyncio.to_thread(self._last.signals, entry, tokens.malformed if tokens else 0)
+        if not self._queue.append(entry):
+            return
+        unread = [] if self._judge is None else [u for u in derived if u.entry.signal.kind is SignalKind.FOLLOWUP]
+        if signals := [u.entry for u in derived if u not in unread]:
             self._queue.submit(signals)
+        for each in unread:
+            assert self._judge is not None
+            self._judge.read(each)
 
     def _entry(self, request: TurnRequest, server: Server, tokens: ServedTokens | None, seconds: float) -> TurnEntry:
         assignment, content = request.assignment, None

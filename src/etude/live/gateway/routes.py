@@ -35,6 +35,7 @@ SIGNAL_SECONDS = 10.0
 _WHY = {
     "unknown": "the key's tenant has no turn, suggestion or session of that id",
     "ambiguous": "several answers have that id: give the header x-etude-generation of the one",
+    "conflict": "another signal has this event_id: give each its own",
 }
 
 
@@ -111,9 +112,8 @@ class GatewayRoutes:
             {"event": name, "status": status} | ({"message": _WHY[status]} if status in _WHY else {})
             for (name, _), status in zip(names, statuses, strict=True)
         ]
-        return JSONResponse(
-            {"results": results}, 404 if "unknown" in statuses else 422 if "ambiguous" in statuses else 200
-        )
+        codes = {"unknown": 404, "conflict": 409, "ambiguous": 422}
+        return JSONResponse({"results": results}, next((codes[name] for name in codes if name in statuses), 200))
 
     async def _models(self, http: HTTPRequest) -> Response:
         card = {"id": self._model, "object": "model", "created": 0, "owned_by": "etude"}

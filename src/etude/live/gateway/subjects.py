@@ -80,20 +80,21 @@ def edited_turns(connection: sa.Connection, turns: set[str]) -> set[str]:
     return edited
 
 
-def known_events(connection: sa.Connection, signals: list[Signal]) -> set[tuple[str, str]]:
-    """Tenant and event of the signals of `signals` that are in the log."""
-    table, known = schema.signals, set[tuple[str, str]]()
+def known_events(connection: sa.Connection, signals: list[Signal]) -> dict[tuple[str, str], tuple[str, str]]:
+    """Tenant and event of the signals of `signals` that are in the log, with their subjects and kinds."""
+    table, known = schema.signals, dict[tuple[str, str], tuple[str, str]]()
     for tenant in {signal.tenant for signal in signals}:
         for page in _pages(signal.event for signal in signals if signal.tenant == tenant):
             chosen = (table.c.tenant == tenant) & table.c.event.in_(page)
-            known |= {(tenant, event) for (event,) in connection.execute(sa.select(table.c.event).where(chosen))}
+            rows = connection.execute(sa.select(table.c.event, table.c.subject, table.c.kind).where(chosen))
+            known |= {(tenant, event): (subject, kind) for event, subject, kind in rows}
     return known
 
 
 def counter_names(kind: SignalKind, horizon: float | None, window_seconds: float) -> list[str]:
-    """The names of the counters of a signal."""
+    """The names of the counters of a signal. Survival counts from the end of the window on."""
     names = ["labelled"] if kind in _OUTCOMES else []
-    return names if kind == SignalKind.SURVIVED and horizon != window_seconds else [*names, kind.value]
+    return names if kind == SignalKind.SURVIVED and (horizon or 0.0) < window_seconds else [*names, kind.value]
 
 
 def counted_names(connection: sa.Connection, turns: set[str], window_seconds: float) -> set[tuple[str, str]]:

@@ -27,6 +27,7 @@ from etude.live.gateway.subjects import (
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, new_blob, seal
 from etude.live.log.records import ServedTurn, Session, Signal, Suggestion
+from etude.live.log.withdrawals import withdraw, withdrawn_at
 from etude.store import Store
 
 _DAY = 24 * 3600 * 10**9  # nanoseconds
@@ -80,13 +81,15 @@ class Transactions:
 
     def write(self, entries: list[Entry], counts: PendingCounts) -> list[str]:
         """Writes a group; returns the status of each entry, as in `RecordQueue.submit`, or "forgotten" for a turn of an
-        account without a key. Raises errors of the database and the store, with nothing written."""
+        account without a key, or with a consent that was taken back meanwhile. Raises errors of the database and the
+        store, with nothing written."""
         own = PendingCounts()
         own.add(counts)
         group = _WriteGroup(entries, own)
         try:
             with self._engine.begin() as connection:
                 group.at = journal.stamp(connection, len(entries) + 1)
+                withdraw(connection, self._store, own.withdrawn, group.at)
                 self._turns(connection, group)
                 self._suggestions(connection, group)
                 self._signals(connection, group)
@@ -104,7 +107,12 @@ class Transactions:
         entries = group.of(TurnEntry)
         owners = {entry.session.account: entry.session.tenant for _, entry in entries}
         keys = self._accounts.keys(connection, owners, group.at)
-        kept = [(number, entry) for number, entry in entries if entry.session.account in keys]
+        refused = withdrawn_at(connection, owners)
+        kept = [
+            (number, entry)
+            for number, entry in entries
+            if entry.session.account in keys and entry.session.consent.at > refused.get(entry.session.account, -1)
+        ]
         group.statuses |= {number: "forgotten" for number, _ in entries} | {number: "recorded" for number, _ in kept}
         sequences = _last_sequences(connection, {entry.session.id for _, entry in kept})
         sessions, turns, blobs = dict[str, Session](), list[ServedTurn](), dict[str, bytes]()
@@ -192,10 +200,11 @@ class Transactions:
             signal, subject = entry.signal, subjects.get(entry.signal.subject)
             if subject is None or not _belongs(subject, signal.tenant, entry.account):
                 group.statuses[number] = "unknown" if signal.subject else "ambiguous"
-            elif (signal.tenant, signal.event) in known:
-                group.statuses[number] = "duplicate"
+            elif (before := known.get((signal.tenant, signal.event))) is not None:
+                same = before == (signal.subject, signal.kind.value)
+                group.statuses[number] = "duplicate" if same else "conflict"
             else:
-                known.add((signal.tenant, signal.event))
+                known[signal.tenant, signal.event] = signal.subject, signal.kind.value
                 group.statuses[number] = "recorded"
                 for name in counter_names(signal.kind, signal.horizon, self._window_seconds):
                     if (subject.turn, name) not in counted:

@@ -1,7 +1,8 @@
 """The thread that writes the log: it scrubs the entries of the queue and commits them in groups.
 
-Content reaches the disk scrubbed and encrypted only. If the disk is full or the database is away, turns are dropped by
-reason, futures fail, and counters go back to the queue.
+Every text of a client passes `LogWriter._scrubbed` on its way to the disk: content is scrubbed, and encrypted then;
+identifiers that clients choose become keyed hashes; of the client's name stays what looks like one. If the disk is full
+or the database is away, turns are dropped by reason, futures fail, and counters go back to the queue.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 
 from etude.code import lines_of
 from etude.errors import UserError
-from etude.live.gateway.entries import Entry, SignalEntry, TurnEntry
+from etude.live.gateway.entries import Entry, SignalEntry, SuggestionEntry, TurnEntry
 from etude.live.gateway.queue import Job, RecordQueue
 from etude.live.gateway.transaction import Transactions
 from etude.live.log.accounts import Accounts
-from etude.live.log.scrub import Scrubber, rules_version
+from etude.live.log.scrub import Scrubber, known_client, rules_version
 from etude.store import Store
 
 
@@ -42,6 +43,7 @@ class LogWriter:
         self.failed_commits = 0
         self._queue = queue
         self._engine = engine
+        self._accounts = accounts
         self._transactions = Transactions(engine, store, accounts, queue.slot, window_seconds)
         self._scrubber = Scrubber()
         self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
@@ -81,7 +83,8 @@ class LogWriter:
     def _refused(self, jobs: list[Job], error: Exception, again: bool) -> None:
         """Tries each job of a refused group alone, or fails all."""
         if not isinstance(error, (OperationalError, InterfaceError, UserError, OSError)):
-            print(f"the live log refused a group: {type(error).__name__} {error}"[:500], file=sys.stderr, flush=True)
+            why = getattr(error, "orig", None) or error  # without the values of the statement
+            print(f"the live log refused a group: {type(error).__name__} {why}"[:500], file=sys.stderr, flush=True)
         if len(jobs) > 1 and not isinstance(error, (OperationalError, InterfaceError)):  # one of them is at fault
             for job in jobs:
                 self._commit([job], again=True)
@@ -101,9 +104,21 @@ class LogWriter:
         return True
 
     def _scrubbed(self, entry: Entry) -> Entry:
-        if isinstance(entry, SignalEntry) and entry.comment is not None:
-            (text,), _ = self._scrubber.scrub(msgspec.json.encode(entry.comment))
-            return replace(entry, comment=msgspec.json.decode(text, type=str))
+        digest = self._accounts.digest
+        if isinstance(entry, SignalEntry):
+            event, comment = digest("event", entry.signal.tenant, entry.signal.event), entry.comment
+            if comment is not None:
+                (text,), _ = self._scrubber.scrub(msgspec.json.encode(comment))
+                comment = msgspec.json.decode(text, type=str)
+            return replace(entry, signal=msgspec.structs.replace(entry.signal, event=event), comment=comment)
+        if isinstance(entry, SuggestionEntry):
+            edit = entry.suggestion
+            base, new = (digest("lines", entry.tenant, text) for text in (edit.base, edit.new))
+            return replace(entry, suggestion=msgspec.structs.replace(edit, base=base, new=new))
+        if isinstance(entry, TurnEntry):
+            session = entry.session
+            client = known_client(session.client, digest("client", session.tenant, session.client))
+            entry = replace(entry, session=msgspec.structs.replace(session, client=client))
         if not isinstance(entry, TurnEntry) or entry.content is None:
             return entry
         content, lines = entry.content, msgspec.json.encode(lines_of(entry.text))

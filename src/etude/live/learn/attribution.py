@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from etude.config.live import LabelsConfig
-from etude.live.learn.fates import SECOND, EditFate, session_fates, turn_fate
+from etude.live.learn.fates import SECOND, EditFate, client_windows, session_fates, turn_fate
 from etude.live.learn.rewards import censoring_weights, components, rewards, rules_version
 from etude.live.learn.timeline import TurnLog, arrange, distinct
 from etude.live.log.records import Label, LabelState, ServedTurn, Session, Signal, SignalKind, Suggestion
@@ -35,6 +35,7 @@ class _Observations:
     edited: bool
     observed: dict[str, float]
     correction: str | None
+    reader: str
 
 
 def _observe(
@@ -58,6 +59,7 @@ def _observe(
     edits = turn_fate(log, turn, fates, config)
     fate = _edit_free_fate(log, turn, rated, config)
     if edits is not None:
+        observed.pop("no_edit", None)  # the gateway sees the answer alone, and here is an edit
         fate = edits[0]
         if fate.state == LabelState.MATURED:
             observed |= {"share": fate.share, "characters": edits[1], "undone": float(fate.undone)}
@@ -76,10 +78,16 @@ def _observe(
         fate, reason = EditFate(LabelState.OPEN), "delay"
     if SignalKind.ERROR in last_signals:  # ours, not the model's
         fate, reason = EditFate(LabelState.DROPPED), "error"
-    texts = [s for x in subjects for s in log.of(x, SignalKind.CORRECTION, SignalKind.FOLLOWUP) if s.signal.text]
+    texts = [s for x in subjects for s in log.of(x, SignalKind.CORRECTION, SignalKind.FOLLOWUP) if _corrects(s.signal)]
     texts.sort(key=lambda s: (s.signal.kind == SignalKind.CORRECTION, s.order))  # a correction goes before follow-ups
     text = texts[-1].signal.text if texts else None
-    return _Observations(turn, fate.state, reason, fate.seconds, edits is not None, observed, text)
+    reader = last_signals[SignalKind.FOLLOWUP].reader if SignalKind.FOLLOWUP in last_signals else ""
+    return _Observations(turn, fate.state, reason, fate.seconds, edits is not None, observed, text, reader)
+
+
+def _corrects(signal: Signal) -> bool:
+    """Whether the text of a signal says what was wanted instead: thanks do not."""
+    return signal.text is not None and (signal.kind == SignalKind.CORRECTION or signal.value * signal.confidence >= 0.5)
 
 
 def _edit_free_fate(log: TurnLog, turn: ServedTurn, rated: bool, config: LabelsConfig) -> EditFate:
@@ -122,14 +130,15 @@ def labels(
     """The labels of the main turns before `cut`, sorted by turn, from the rows that had arrived by then. Rows may come
     in any order, and repeatedly. `of` restricts the labels to these turns, which also share the weight of censored
     ones; other turns of their sessions count as context. `rated`: turns whose ratings count. Signals slower than the
-    window (commit, merge, survival of a day) are not read: see `slow_signals`."""
+    window (commit, merge) are not read: see `slow_signals`."""
     log = arrange(sessions, turns, suggestions, signals, cut)
     wanted = None if of is None else set(of)
     counted = set(rated)
     observations: list[_Observations] = []
+    windows = client_windows(log, config)
     for session, row in log.main.items():
         if any(wanted is None or turn.id in wanted for turn in row):
-            fates = session_fates(log, session, config)
+            fates = session_fates(log, session, config, windows)
             observations += [
                 _observe(log, t, fates, config, t.id in counted) for t in row if wanted is None or t.id in wanted
             ]
@@ -167,6 +176,7 @@ def _labelled(log: TurnLog, observations: Sequence[_Observations], config: Label
             reward=float(reward_N[i]) if matured else 0.0,
             correction=j.correction,
             weight=float(weight_N[i]) if matured else 0.0,
+            reader=j.reader if matured else "",
         )
         out.append(label)
     return out

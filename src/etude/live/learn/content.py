@@ -10,11 +10,14 @@ from typing import Any
 import blake3
 import msgspec
 
+from etude.code import secret_in
 from etude.corpus import bands_of
 from etude.live.log.derive import asks_for_edit, conversation
 from etude.live.log.records import TurnContent
+from etude.live.log.scrub import holds_replaced
 
 _MAX_CHARACTERS = 20_000  # characters of a message that are read
+_SHORTEST, _LONGEST = 12, 4000  # characters of a correction: of languages without blanks, too
 _EITHER_OR = re.compile(
     r"\b(?:random(?:ly)?|flip a coin|coin toss|roll a dice?|heads or tails|pick (?:one|any|either)|"
     r"choose (?:one|any|between|either)|(?:answer|reply|respond|say|output)\b.{0,60}\beither\b.{1,80}\bor)\b"
@@ -28,6 +31,11 @@ _INJECTED = re.compile(
     r"(?:previous|prior|above|earlier|preceding|system)\s+(?:instruction|prompt|message|rule|direction)|"
     r"<\|im_(?:start|end)\|>|<\|(?:system|user|assistant)\|>|\[/?inst\]|<</?sys>>"
 )
+_ORDERS = re.compile(
+    r"\b(?:from now on|henceforth),? (?:you|always|never)\b|"
+    r"\b(?:curl|wget)\b[^\n|]{0,200}\|\s*(?:sudo\s+)?(?:ba|z)?sh\b"
+)
+"""What a correction of one answer does not say."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,20 @@ def last_message(dialect: str, request: bytes) -> str:
         return ""
     texts = [each.text for each in conversation(dialect, body) if each.role == "user" and each.text.strip()]
     return texts[-1] if texts else ""
+
+
+def unfit(correction: str) -> str:
+    """Why a correction teaches nothing: "short", "long", "secret" (something in it was replaced, or is a secret), or
+    "injected" (orders to the model in place of what was wanted); "" if it may teach."""
+    text = correction.strip()
+    if len(text.split()) < 2 and len(text) < _SHORTEST:
+        return "short"
+    if len(text) > _LONGEST:
+        return "long"
+    if holds_replaced(text) or secret_in(text.encode("utf-8", "surrogatepass")) is not None:
+        return "secret"
+    lowered = text.lower()
+    return "injected" if _INJECTED.search(lowered) or _ORDERS.search(lowered) else ""
 
 
 def clusters(features: Sequence[RequestFeatures]) -> list[int]:

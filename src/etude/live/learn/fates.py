@@ -1,7 +1,10 @@
 """The fate of an edit: matured, with the share of its characters that is alive; open; or censored.
 
-The window of an edit opens when the edit is shown, and closes at the first of: the edit is undone, the horizon
-(`labels.window_seconds`), the file or the client is gone.
+The window of an edit opens when the edit is shown, and closes at the first of: the edit is undone, or told to be alive
+at the horizon (`labels.window_seconds`) or up to four times as late. A client that never looks so late has a window of
+its own, which ends with its last look; otherwise all that it kept would be censored, and all that it undid would count.
+An edit whose file or client is gone, or of which nothing was told in time, is censored, unless its fate is told
+afterwards.
 """
 
 from __future__ import annotations
@@ -17,6 +20,11 @@ from etude.live.log.records import LabelState, ServedTurn, SignalKind, Suggestio
 SECOND = 1_000_000_000
 """Nanoseconds."""
 _EARLY = 0.95  # share of a horizon, by the server's clock, after which a reported survival counts for all of it
+_LATE = 2  # times `labels.delay_seconds` for which an edit of a client that is there waits for its outcome
+_SHORTEST, _LONGEST = 0.1, 4.0  # times the window: the shortest window of a client, and the latest horizon that is read
+
+ClientWindows = Mapping[tuple[str, str], float]
+"""Tenant and client -> seconds of the window of its edits."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +37,24 @@ class EditFate:
     undone: bool = False
 
 
-def session_fates(log: TurnLog, session: str, config: LabelsConfig) -> dict[str, EditFate]:
+def client_windows(log: TurnLog, config: LabelsConfig) -> ClientWindows:
+    """The windows of the clients whose latest look is earlier than `labels.window_seconds`, by all of their reports."""
+    latest: dict[tuple[str, str], float] = defaultdict(float)
+    for session, row in log.main.items():
+        client = log.sessions[session].tenant, log.sessions[session].client
+        for subject in (name for turn in row for name in (turn.id, *(s.id for s in log.suggestions.get(turn.id, ())))):
+            looks = [s.signal.horizon or 0.0 for s in log.of(subject, SignalKind.SURVIVED)]
+            latest[client] = max([latest[client], *looks])
+    window = config.window_seconds
+    return {client: last for client, last in latest.items() if _SHORTEST * window <= last < window}
+
+
+def session_fates(log: TurnLog, session: str, config: LabelsConfig, windows: ClientWindows) -> dict[str, EditFate]:
     """The fates of the edits of a session, by suggestion; for a turn without suggestions, the fate of the edit that
     signals on the turn imply, by turn. Later edits come first, because an overwritten edit shares their fate."""
-    horizon = int(config.window_seconds * SECOND)
+    client = log.sessions[session].tenant, log.sessions[session].client
+    window = windows.get(client, config.window_seconds)
+    horizon = int(window * SECOND)
     out: dict[str, EditFate] = {}
     later: dict[str, list[Suggestion]] = defaultdict(list)  # by path
     for turn in reversed(log.main[session]):
@@ -40,13 +62,13 @@ def session_fates(log: TurnLog, session: str, config: LabelsConfig) -> dict[str,
         for edit in log.suggestions.get(turn.id, ()):
             seen = log.of(edit.id, *EDIT_KINDS, SignalKind.GONE) + log.of(turn.id, *EDIT_KINDS, SignalKind.GONE)
             successors = [(s, out[s.id]) for s in later[edit.path] if s.shown <= edit.shown + horizon]
-            out[edit.id] = _fate(edit.shown, seen + log.gone(session, edit.shown), successors, log.cut, config)
+            out[edit.id] = _fate(edit.shown, seen + log.gone(session, edit.shown), successors, log.cut, window, config)
             own.append(edit)
         for edit in own:
             later[edit.path].append(edit)
         if not own and (seen := log.of(turn.id, *EDIT_KINDS)):
             seen = seen + log.of(turn.id, SignalKind.GONE) + log.gone(session, turn.at)
-            out[turn.id] = _fate(turn.at, seen, [], log.cut, config)
+            out[turn.id] = _fate(turn.at, seen, [], log.cut, window, config)
     return out
 
 
@@ -55,29 +77,32 @@ def _fate(
     seen: Sequence[TimedSignal],
     successors: Sequence[tuple[Suggestion, EditFate]],
     cut: int,
+    window: float,
     config: LabelsConfig,
 ) -> EditFate:
     """The fate of one edit. `successors`: later edits of the session in the same file, with their fates."""
-    window = config.window_seconds
+    gone: float | None = None
     last_seen = overwritten = 0.0
     for one in sorted(seen, key=lambda s: s.order):
         signal, after = one.signal, max(0.0, (one.at - shown) / SECOND)
         if signal.kind in END_KINDS:
             return EditFate(LabelState.MATURED, 0.0, min(after, window), signal.kind != SignalKind.REJECTED)
         if signal.kind == SignalKind.GONE:
-            return EditFate(LabelState.CENSORED, seconds=min(after, window))
-        if signal.kind == SignalKind.OVERWRITTEN:
+            gone = min(after, window) if gone is None else gone
+        elif signal.kind == SignalKind.OVERWRITTEN:
             overwritten = max(overwritten, min(1.0, signal.value))
             if overwritten >= 1.0:  # all of the edit is replaced
                 return _union(0.0, 1.0, successors, window)
-        elif signal.kind == SignalKind.SURVIVED and signal.horizon is not None and signal.horizon <= window:
-            lasted = signal.horizon if after >= _EARLY * signal.horizon else after
+        elif signal.kind == SignalKind.SURVIVED and (signal.horizon or 0.0) <= _LONGEST * window:
+            look = signal.horizon or 0.0
+            lasted = look if after >= _EARLY * look else after
             last_seen = max(last_seen, lasted)
             if lasted >= window:
                 return _union(min(max(signal.value, 0.0), 1.0), overwritten, successors, window)
-    if cut < shown + int(config.delay_seconds * SECOND):
+    wait = config.delay_seconds * (_LATE if gone is None else 1)
+    if cut < shown + int(wait * SECOND):
         return EditFate(LabelState.OPEN)
-    return EditFate(LabelState.CENSORED, seconds=last_seen)
+    return EditFate(LabelState.CENSORED, seconds=last_seen if gone is None else gone)
 
 
 def _union(

@@ -10,7 +10,7 @@ import numpy as np
 
 from etude.config.live import LabelsConfig
 
-_FORM = "2"  # version of the rules in rewards, timeline, fates, attribution and content; changes with any of them
+_FORM = "3"  # version of the rules in rewards, timeline, fates, attribution and content; changes with any of them
 
 WEIGHTS = {
     "kept": 0.6,  # characters alive, up to `labels.characters` of them

@@ -10,6 +10,7 @@ import numpy as np
 
 from etude.config import RLConfig
 from etude.harness import TokenLedger, TokenLedgerError
+from etude.live.learn.content import unfit
 from etude.live.log.records import LiveSample
 from etude.records import Episode, Generation, GivenAdvantage, Hint, Outcome, StopReason
 from etude.renderers import Renderer, note_place
@@ -77,6 +78,8 @@ def _ledger(sample: LiveSample, versions_T: Sequence[int]) -> TokenLedger | None
 
 def _hint(sample: LiveSample, renderer: Renderer, room: int) -> tuple[Hint | None, str]:
     """The correction as a note of the user; else None and the reason."""
+    if why := unfit(sample.correction or ""):
+        return None, why
     try:
         at = note_place(renderer, np.frombuffer(sample.prompt_ids, "<i4").tolist())
     except ValueError:

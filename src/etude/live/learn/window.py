@@ -5,12 +5,13 @@
     replay(engine, contents, config, number)             whether the same window results from the log again
 
 A window has the turns since the last window, and the turns that the last window held. It is a pure function of the log,
-its cut and its settings, except for the forgotten accounts, which are those at the later time `at`.
+its cut and its settings, except for the accounts that were forgotten or withdrew, which are those at the later time
+`at`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -42,6 +43,7 @@ from etude.live.log.records import (
     TurnContent,
     TurnExit,
 )
+from etude.live.log.withdrawals import WITHDRAWN, withdraw_by_policies
 from etude.store import ObjectMissing, Store
 
 MAX_TURNS = 200_000
@@ -87,6 +89,10 @@ class LiveContents:
         except ValueError as e:
             raise UserError(f"a content of the live loop is damaged: {e}; restore the folder's blobs") from None
 
+    def withdraw(self) -> int:
+        """Deletes what the policies of the tenants no longer allow; returns the number of contents."""
+        return withdraw_by_policies(self._engine, self._store)
+
     def turn(self, key: bytes, turn: ServedTurn) -> TurnContent | str:
         """The content of a turn, or the reason why it cannot be trained on."""
         data = None if turn.blob is None else self.read(key, turn.blob)
@@ -104,8 +110,9 @@ class LiveContents:
 
 def cut_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, cut: int | None = None) -> WindowResult:
     """Computes and writes the next window, from the log's rows before `cut` (nanoseconds since the epoch; by default
-    now), in one transaction. Raises UserError for a cut in the future or before the last cut, and if another window is
-    written meanwhile."""
+    now), in one transaction, after what the tenants' policies no longer allow was withdrawn. Raises UserError for a cut
+    in the future or before the last cut, and if another window is written meanwhile."""
+    contents.withdraw()
     with engine.begin() as connection:
         now = journal.stamp(connection)
     cut = now if cut is None else cut
@@ -123,20 +130,22 @@ def cut_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, 
             if not _forgotten_since(connection, result.at):
                 _write(connection, result)
                 return result
-    raise UserError("accounts are being forgotten faster than a window is computed; try again in a minute")
+    raise UserError("accounts are forgotten or withdraw faster than a window is computed; try again in a minute")
 
 
 def window_samples(engine: sa.Engine, contents: LiveContents, config: LabelsConfig, number: int) -> list[LiveSample]:
-    """The batch of a window, in its order. If an account was forgotten since, and the window has not been trained on,
-    the window is computed and written again without the account. Raises UserError for a missing window, and for a batch
-    that has changed or can no longer be computed."""
+    """The batch of a window, in its order. If an account was forgotten or withdrew since, and the window has not been
+    trained on, the window is computed and written again without the account. Raises UserError for a missing window, and
+    for a batch that has changed or can no longer be computed."""
     row = _window(engine, number)
     with journal.reading(engine) as connection:
         late = _forgotten_since(connection, row.at)
     at = row.at
     if late:
         if row.version is not None or _exists(engine, number + 1):
-            raise UserError(f"accounts were forgotten since window {number}, which is past: train on the last window")
+            raise UserError(
+                f"accounts were forgotten or withdrew since window {number}, which is past: train on the last window"
+            )
         with engine.begin() as connection:
             at = journal.stamp(connection)
     result, batch = _compute(engine, contents, config, number, row.cut, at)
@@ -180,11 +189,13 @@ def replay_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfi
         chosen = sa.select(table).where(table.c.cut == row.cut).order_by(table.c.turn)
         labels = tuple(_label(x) for x in connection.execute(chosen).mappings())
         exits = _exits(connection, number)
-    then, now = ({e.turn for e in some if e.reason in ("expired", "forgotten")} for some in (exits, result.exits))
+    then, now = (
+        {e.turn for e in some if e.reason in ("expired", "forgotten", WITHDRAWN)} for some in (exits, result.exits)
+    )
     if now - then:
         raise UserError(
             f"window {number} cannot be replayed: contents of {len(now - then)} of its turns are gone, as "
-            "retention and `etude live forget` ask for"
+            "retention, `etude live forget` and consent that was taken back ask for"
         )
     if row.version is not None:
         trained = {e.turn: e for e in result.exits if e.kind == ExitKind.TRAINED}
@@ -240,7 +251,8 @@ def _compute(
         content = "forgotten" if key is None else contents.turn(key, turn)
         features[turn.id] = content if isinstance(content, str) else request_features(content)
     decision = decide(rows, features, config)
-    batch = list(_samples(decision, rows, contents, keys))
+    voted = {name for name, each in features.items() if not isinstance(each, str) and each.votes}
+    batch = list(_samples(decision, rows, contents, keys, voted))
     digest = blake3.blake3()
     for sample in batch:
         digest.update(msgspec.msgpack.encode(sample))
@@ -252,8 +264,13 @@ def _compute(
 
 
 def _samples(
-    decision: WindowDecision, rows: WindowRows, contents: LiveContents, keys: dict[str, bytes | None]
+    decision: WindowDecision,
+    rows: WindowRows,
+    contents: LiveContents,
+    keys: dict[str, bytes | None],
+    voted: Collection[str],
 ) -> Iterator[LiveSample]:
+    """The batch, in its order. `voted`: turns whose requests dictate an answer, which no correction may teach."""
     turns = {turn.id: turn for turn in rows.turns}
     made = {label.turn: label for label in decision.labels}
     for each in decision.trained():
@@ -264,7 +281,7 @@ def _samples(
         content = contents.turn(key, turn)
         if isinstance(content, str):
             raise UserError(f"the content of turn {turn.id} went away while its window was computed; try again")
-        text = None if label.correction is None else contents.read(key, label.correction)
+        text = None if label.correction is None or turn.id in voted else contents.read(key, label.correction)
         yield LiveSample(
             turn=turn.id,
             account=account,
@@ -346,8 +363,10 @@ def _first_seen(connection: sa.Connection, accounts: Sequence[str], cut: int) ->
 
 
 def _forgotten_since(connection: sa.Connection, at: int) -> bool:
-    table = schema.tombstones
-    return connection.execute(sa.select(table.c.account).where(table.c.at >= at).limit(1)).first() is not None
+    """Whether an account was forgotten, or withdrew, since."""
+    tables = schema.tombstones, schema.withdrawals
+    rows = (connection.execute(sa.select(table.c.account).where(table.c.at >= at).limit(1)) for table in tables)
+    return any(row.first() is not None for row in rows)
 
 
 def _write(connection: sa.Connection, result: WindowResult, run: str = "", base_version: int = -1) -> None:

@@ -2,7 +2,7 @@
 tombstones.
 
 X-Etude-Consent: train      grants, if the tenant lets its clients grant
-X-Etude-Consent: none       refuses, always
+X-Etude-Consent: none       refuses, always, and withdraws what the account gave before (`withdrawals.py`)
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from etude.live.log.records import SignalKind
@@ -56,6 +56,14 @@ _POLITE = re.compile(
 )
 _WORD = re.compile(r"[a-z']+")
 _MAX_CHARACTERS = 4000  # characters of a message that are judged
+_MAX_WRITTEN = 100_000  # characters of a message in which the user's words are sought
+_TAGGED = re.compile(r"^[ \t]*<([A-Za-z][\w:-]{0,60})(?:\s[^<>\n]{0,200})?>[\s\S]*?(?:</\1>|\Z)", re.M)
+"""A block in tags at the beginning of a line, e.g. <system-reminder> or <output>, to its end."""
+_OBSERVED = re.compile(
+    r"(?i)(?:observations?|execution result|tool (?:result|output)|command output|exit code|return ?code|stdout|stderr)"
+    r"\b[^\n]{0,200}?(?::|=|\bof\b)|\[[^\]\n]{1,200}\] result:|\[tool[^\]\n]{0,200}\]"
+)
+"""The beginning of a result of an action in the role "user"."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +76,23 @@ class MessageCall:
 
 @dataclass(frozen=True)
 class Message:
-    """A message: "system", "user", "assistant" or "tool"."""
+    """A message: "system", "user", "assistant" or "tool". `malformed`: calls that the dialect's parser could not read;
+    clients see them as text."""
 
     role: str
     text: str = ""
     calls: tuple[MessageCall, ...] = ()
+    malformed: int = 0
 
 
 @dataclass(frozen=True)
 class DerivedSignal:
-    """A signal without its subject; `text` is the user's message, or None."""
+    """A signal without its subject; `text` is the user's message, or None, and `before` the user's message before."""
 
     kind: SignalKind
     value: float
     text: str | None = None
+    before: str = ""
 
 
 def of_answer(
@@ -89,35 +100,35 @@ def of_answer(
 ) -> list[DerivedSignal]:
     """The signals of an answer to `request`; `tools`: name -> JSON schema of its arguments."""
     signals: list[DerivedSignal] = []
-    if any(not is_valid(call, tools) for call in answer.calls):
+    if answer.malformed or any(not is_valid(call, tools) for call in answer.calls):
         signals.append(DerivedSignal(SignalKind.INVALID_CALL, 1.0))
-    if answer.calls or "```" in answer.text:
+    if answer.calls or answer.malformed or "```" in answer.text:
         return signals
-    last = max((place for place, message in enumerate(request) if message.role == "user"), default=-1)
+    last = max((place for place, message in enumerate(request) if own_words(message)), default=-1)
     worked = any(message.calls or "```" in message.text for message in request[last + 1 :])
     if answer.text.rstrip(" \n*_)").endswith("?"):
         signals.append(DerivedSignal(SignalKind.QUESTION, 1.0))
-    elif last >= 0 and not worked and asks_for_edit(request[last].text):
+    elif last >= 0 and not worked and asks_for_edit(own_words(request[last])):
         signals.append(DerivedSignal(SignalKind.NO_EDIT, 1.0))
     return signals
 
 
 def of_next(before: Sequence[Message], answer: Message, request: Sequence[Message]) -> list[DerivedSignal]:
     """The signals of the next `request` of a session on the `answer` to `before`. RETRY is 1 for the same messages
-    again, and 1/2 for the same messages with another last message. Tool results alone give no signal."""
+    again, and 1/2 for the same messages with another last message. Results of tools alone give no signal."""
     old, new = [_key(message) for message in before], [_key(message) for message in request]
     if new == old:
         return [DerivedSignal(SignalKind.RETRY, 1.0)]
-    mine = [message for message in before if message.role == "user"]
-    if len(new) == len(old) and new[:-1] == old[:-1] and request[-1].role == "user":
+    mine = [words for message in before if (words := own_words(message))]
+    if len(new) == len(old) and new[:-1] == old[:-1] and own_words(request[-1]):
         return [DerivedSignal(SignalKind.RETRY, 0.5)]
     if new[: len(old)] != old or len(new) <= len(old) or request[len(old)].role != "assistant":
         return []
-    fresh = [message.text for message in request[len(old) :] if message.role == "user" and message.text.strip()]
+    fresh = [words for message in request[len(old) :] if (words := own_words(message))]
     if not fresh:
         return []
-    text = "\n".join(fresh)
-    signals = [DerivedSignal(SignalKind.FOLLOWUP, dissatisfied(text, mine[-1].text if mine else ""), text)]
+    text, last = "\n".join(fresh), mine[-1] if mine else ""
+    signals = [DerivedSignal(SignalKind.FOLLOWUP, dissatisfied(text, last), text, last)]
     if any(s.kind is SignalKind.QUESTION for s in of_answer(before, answer, {})):
         signals.append(DerivedSignal(SignalKind.ANSWERED, 1.0))
     return signals
@@ -139,6 +150,15 @@ def dissatisfied(text: str, before: str = "") -> float:
     if "!!" in body or "?!" in body or (len(letters) > 8 and sum(c.isupper() for c in letters) > len(letters) / 2):
         odds += LOUD if odds > BASE else 0.0
     return 1 / (1 + math.exp(-odds))
+
+
+def own_words(message: Message) -> str:
+    """The user's own part of a message of the role "user"; "" if there is none. Agents without native calls send
+    results of actions in that role, and others put reports of the machine beside the user's words, in tags."""
+    if message.role != "user":
+        return ""
+    text = _TAGGED.sub(" ", message.text[:_MAX_WRITTEN]).strip()
+    return "" if _OBSERVED.match(text) else text
 
 
 def asks_for_edit(text: str) -> bool:
@@ -172,9 +192,10 @@ def conversation(dialect: str, body: Mapping[str, Any]) -> list[Message]:
     ]
 
 
-def answer_of(message: Mapping[str, Any]) -> Message:
-    """The answer in a message of OpenAI's chat completions."""
-    return (conversation("chat", {"messages": [{"role": "assistant"} | dict(message)]}) or [Message("assistant")])[0]
+def answer_of(message: Mapping[str, Any], malformed: int = 0) -> Message:
+    """The answer in a message of OpenAI's chat completions, of whose calls the server could not read `malformed`."""
+    answers = conversation("chat", {"messages": [{"role": "assistant"} | dict(message)]}) or [Message("assistant")]
+    return replace(answers[0], malformed=malformed)
 
 
 def schemas_of(body: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -33,6 +33,7 @@ from etude.live.log.records import (
     Signal,
     Suggestion,
     Tombstone,
+    Withdrawal,
 )
 from etude.records import Record
 
@@ -43,7 +44,7 @@ _PAGE = 1000  # rows that a reader holds
 _TABLES: dict[type[Record], sa.Table] = {
     Session: schema.sessions, ServedTurn: schema.turns, Suggestion: schema.suggestions, Signal: schema.signals,
     Release: schema.releases, ReleaseEvent: schema.release_events, ClusterEvent: schema.cluster_events,
-    Tombstone: schema.tombstones,
+    Tombstone: schema.tombstones, Withdrawal: schema.withdrawals,
 }  # fmt: skip
 _AS_JSON = ("consent", "spans", "scrubbed", "versions")  # fields whose column holds JSON
 
@@ -122,6 +123,11 @@ def signals(connection: sa.Connection, cut: int, since: int = 0) -> Iterator[Sig
 def tombstones(connection: sa.Connection, cut: int, since: int = 0) -> Iterator[Tombstone]:
     """Forgotten accounts, by `at`."""
     return _read(connection, Tombstone, "at", "account", cut, since)
+
+
+def withdrawals(connection: sa.Connection, cut: int, since: int = 0) -> Iterator[Withdrawal]:
+    """Consents that were taken back, by `at`."""
+    return _read(connection, Withdrawal, "at", "account", cut, since)
 
 
 def of_ids(connection: sa.Connection, kind: type[R], ids: Sequence[str]) -> dict[str, R]:

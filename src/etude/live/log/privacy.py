@@ -18,6 +18,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, unseal
 from etude.live.log.records import ExitKind, LivePolicy, Tombstone, TurnContent
 from etude.live.log.tenants import policies
+from etude.live.log.withdrawals import withdraw_by_policies, withdrawn_turns
 from etude.records import Outcome
 from etude.store import ObjectMissing, Store, open_store
 
@@ -44,9 +46,9 @@ _SYLLABLES = ("ba", "ce", "di", "fo", "gu", "ka", "le", "mi", "no", "pu", "ra", 
 
 @dataclass(frozen=True)
 class Forgotten:
-    """The result of `forget`. `versions` were trained on the account; `releases` are of the same windows."""
+    """The result of `forget`. `versions` were trained on the accounts; `releases` are of the same windows."""
 
-    account: str
+    accounts: tuple[str, ...]
     turns: int
     contents: int
     versions: tuple[int, ...]
@@ -57,25 +59,68 @@ class Forgotten:
     """The parts that could not be emptied now; empty if there are none."""
 
 
-def forget(engine: sa.Engine, store: Store, accounts: Accounts, folder: Path, tenant: str, user: str) -> Forgotten:
-    """Forgets an account. After a kill or an error, a second call finishes the work. Raises UserError if the log or the
-    store is away, and at the end if a trainer is at work."""
-    account = accounts.name(tenant, user)
+@dataclass(frozen=True)
+class AccountName:
+    """The accounts of a tenant that a person names: by `user`, as a header or a body has it, or the name of an API key;
+    by `organisation`; without either, all accounts of the tenant."""
+
+    tenant: str
+    user: str = ""
+    organisation: str = ""
+
+
+def named(connection: sa.Connection, accounts: Accounts, name: AccountName) -> list[str]:
+    """The accounts of a name that the log knows. Raises UserError if there are none."""
+    tenant, s = name.tenant, schema.sessions
+    if name.user:
+        users = (name.user, f"key {name.user}")
+        matches = [account for user in users if _is_known(connection, account := accounts.name(tenant, user))]
+    elif name.organisation:
+        digest = accounts.digest("organisation", tenant, name.organisation)
+        mine = sa.select(s.c.account).where(s.c.tenant == tenant, s.c.organisation == digest).distinct()
+        matches = sorted(connection.scalars(mine))
+    else:
+        tables = (s, schema.served, schema.answers, schema.account_keys, schema.tallies)
+        rows = (connection.scalars(sa.select(t.c.account).where(t.c.tenant == tenant).distinct()) for t in tables)
+        matches = sorted({account for row in rows for account in row})
+    if not matches:
+        who = f"user or key {name.user!r}" if name.user else f"organisation {name.organisation!r}"
+        whom = who if name.user or name.organisation else "account"
+        raise UserError(f"nothing is known of a {whom} of the tenant {tenant}: check the name")
+    return matches
+
+
+def _is_known(connection: sa.Connection, account: str) -> bool:
+    tables = (schema.sessions, schema.served, schema.answers, schema.account_keys, schema.tallies, schema.tombstones)
+    rows = (sa.select(table.c.account).where(table.c.account == account).limit(1) for table in tables)
+    return any(connection.execute(row).first() is not None for row in rows)
+
+
+def forget(engine: sa.Engine, store: Store, accounts: Accounts, folder: Path, name: AccountName) -> Forgotten:
+    """Forgets the accounts of a name. After a kill or an error, a second call finishes the work. Raises UserError for a
+    name that is not known, if the log or the store is away, and at the end if a trainer is at work."""
+    versions, releases, turns, contents = set[int](), set[int](), list[str](), 0
     with engine.begin() as connection:
-        at = journal.stamp(connection)
-        versions, releases = _touched(connection, account)
-        if accounts.key(connection, account) is not None or not _is_forgotten(connection, account):
-            accounts.destroy(connection, account, tenant, at)
-        if not _is_forgotten(connection, account):
-            journal.add(connection, [Tombstone(tenant=tenant, account=account, at=at, versions=versions)])
-    contents = store.list(f"{account[:2]}/{account}")
-    for name in contents:
-        store.delete(name)
-    with engine.begin() as connection:
-        turns = _erase_rows(connection, account)
+        at, chosen = journal.stamp(connection), named(connection, accounts, name)
+        for account in chosen:
+            touched = _touched(connection, account)
+            versions, releases = versions | {*touched[0]}, releases | {*touched[1]}
+            if accounts.key(connection, account) is not None or not _is_forgotten(connection, account):
+                accounts.destroy(connection, account, name.tenant, at)
+            if not _is_forgotten(connection, account):
+                journal.add(connection, [Tombstone(tenant=name.tenant, account=account, at=at, versions=touched[0])])
+    for account in chosen:
+        blobs = store.list(f"{account[:2]}/{account}")
+        for blob in blobs:
+            store.delete(blob)
+        contents += len(blobs)
+        with engine.begin() as connection:
+            turns += _erase_rows(connection, account)
     remains = _rewrite(engine)
-    waiting = _leave_runs(folder, turns)
-    return Forgotten(account, len(turns), len(contents), versions, releases, waiting, remains)
+    waiting = leave_runs(folder, turns)
+    return Forgotten(
+        tuple(chosen), len(turns), contents, tuple(sorted(versions)), tuple(sorted(releases)), waiting, remains
+    )
 
 
 def _is_forgotten(connection: sa.Connection, account: str) -> bool:
@@ -106,7 +151,7 @@ def _erase_rows(connection: sa.Connection, account: str) -> list[str]:
         connection.execute(sa.delete(g).where(g.c.turn.in_(page)))
         connection.execute(sa.delete(schema.labels).where(schema.labels.c.turn.in_(page)))
         connection.execute(sa.update(t).where(t.c.id.in_(page)).values(blob=None, reason="forgotten", scrubbed="{}"))
-    blank = {"client": "", "organisation": "", "snapshot": None}
+    blank = {"client": "", "organisation": ""}
     connection.execute(sa.update(s).where(s.c.account == account).values(**blank))
     for table in (schema.served, schema.answers):
         connection.execute(sa.delete(table).where(table.c.account == account))
@@ -125,13 +170,28 @@ def _pages(names: Sequence[str]) -> Iterable[Sequence[str]]:
     return (names[low : low + _PAGE] for low in range(0, len(names), _PAGE))
 
 
-def _leave_runs(folder: Path, turns: Sequence[str]) -> int:
+def apply_policies(engine: sa.Engine, store: Store, folder: Path) -> int:
+    """Deletes what the tenants' policies no longer allow, and the tokens of consents that were taken back, unless a
+    trainer is at work on them. Returns the number of contents. Raises UserError."""
+    count = withdraw_by_policies(engine, store)
+    leave_runs(folder, withdrawn_turns(engine), at_work=True)
+    return count
+
+
+def leave_runs(folder: Path, turns: Sequence[str], *, at_work: bool = False) -> int:
     """Deletes the tokens of turns that wait in the ledgers of runs below the folder; returns how many turns had none
-    yet. The runs do not train on any of them."""
+    yet. The runs do not train on any of them. `at_work`: a run that is at work is left alone. Raises UserError for such
+    a run otherwise."""
     left, mine = 0, set(turns)
-    for place in sorted(folder.glob("*/ledger.db")):
+    for place in sorted(folder.glob("*/ledger.db")) if mine else ():
         run = place.parent
-        with runfolder.lock(run):
+        with ExitStack() as held:
+            try:
+                held.enter_context(runfolder.lock(run))
+            except UserError:
+                if at_work:
+                    continue
+                raise
             ledger, rollouts = Ledger.open(f"sqlite:///{place}"), open_store(str(run / "rollouts"))
             try:
                 for group, member, blob in ledger.untrained():
@@ -184,17 +244,17 @@ def _rewrite(engine: sa.Engine) -> str:
 # Export ---------------------------------------------------------------------------------------------------------------
 
 
-def export(engine: sa.Engine, store: Store, accounts: Accounts, tenant: str, user: str, out: Path) -> dict[str, int]:
+def export(engine: sa.Engine, store: Store, accounts: Accounts, name: AccountName, out: Path) -> dict[str, int]:
     """Writes all records of an account to the folder `out`: `account.json`, and each content, decrypted, in a folder of
-    its turn. Returns counts. Raises UserError if `out` exists, or if the account has no records."""
+    its turn. Returns counts. Raises UserError if `out` exists, and for a name of no account, or of several."""
     if out.exists():
         raise UserError(f"{out} exists already; give another -o")
-    account = accounts.name(tenant, user)
     with journal.reading(engine) as connection:
+        account, *others = named(connection, accounts, name)
+        if others:
+            raise UserError(f"{name.user!r} is a user and a key: name the key's own account 'key {name.user}'")
         key = accounts.key(connection, account)
         rows = _rows_of(connection, account)
-    if not any(rows.values()):
-        raise UserError(f"nothing is known of {user!r} of the tenant {tenant}")
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True, mode=0o700)
@@ -210,7 +270,7 @@ def export(engine: sa.Engine, store: Store, accounts: Accounts, tenant: str, use
                 (place / f"{number}.txt").write_bytes(data)
                 signal["file"] = f"texts/{number}.txt"
                 files += 1
-        account_row = {"tenant": tenant, "user": user, "account": account, **rows}
+        account_row = {"tenant": name.tenant, "user": name.user, "account": account, **rows}
         (temporary / "account.json").write_text(json.dumps(account_row, indent=1, ensure_ascii=False))
         os.replace(temporary, out)
     except OSError as e:
@@ -262,14 +322,16 @@ def _write_content(place: Path, content: TurnContent) -> None:
 # Retention ------------------------------------------------------------------------------------------------------------
 
 
-def expire(engine: sa.Engine, store: Store, now: int | None = None) -> int:
+def expire(engine: sa.Engine, store: Store, folder: Path, now: int | None = None) -> int:
     """Deletes contents that are older than their tenant keeps them: `raw_days`, or `trained_days` if a version was
-    trained on the turn. Returns their number. After a kill, the next call continues. `now` in nanoseconds."""
+    trained on the turn. Returns their number. Contents of consents that were taken back go as well, with the tokens of
+    theirs that wait for a trainer of no one at work below the folder. After a kill, the next call continues. `now` in
+    nanoseconds."""
     now = time.time_ns() if now is None else now
+    deleted = apply_policies(engine, store, folder)
     with journal.reading(engine) as connection:
         rules = policies(connection)
         names = connection.execute(sa.select(schema.sessions.c.tenant).distinct()).scalars().all()
-    deleted = 0
     for tenant in names:
         rule = rules.get(tenant) or LivePolicy()
         raw, trained = (now - round(days * DAY) for days in (rule.raw_days, rule.trained_days))

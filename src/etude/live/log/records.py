@@ -79,7 +79,6 @@ class Session(Record, frozen=True, kw_only=True):
     release: int
     propensity: float
     opened: int
-    snapshot: str | None = None  # of the workspace, if its consent covers that
 
 
 class VersionSpan(Record, frozen=True, kw_only=True):
@@ -132,9 +131,9 @@ class Suggestion(Record, frozen=True, kw_only=True):
     id: str
     turn: str
     path: str  # keyed hash of the path
-    base: str  # digest of the file before the edit
+    base: str  # keyed hash of the client's digest of the file before the edit
     old_lines: tuple[int, int]  # first line (0-based) and count
-    new: str  # digest of the new lines
+    new: str  # the same of the new lines
     characters: int  # of the new lines; shares of survival refer to them
     shown: int  # arrival at the log; a signal APPLIED tells that the edit was applied
 
@@ -154,7 +153,7 @@ class SignalKind(StrEnum):
     REVERTED = "reverted"
     OVERWRITTEN = "overwritten"  # share of the characters that a later turn of the same session replaced
     FOLLOWUP = "followup"  # probability that a message is dissatisfied with the answer before; may have its text
-    CORRECTION = "correction"  # the text that the user wanted, TensorZero's `demonstration`
+    CORRECTION = "correction"  # the text that the user wanted
     RETRY = "retry"
     STOPPED = "stopped"
     RESTORED = "restored"  # a checkpoint from before the turn
@@ -172,7 +171,8 @@ class SignalKind(StrEnum):
 
 
 class Signal(Record, frozen=True, kw_only=True):
-    """One observation. `event` is the client's identifier, unique within the tenant; a repeated event is ignored."""
+    """One observation. `event` is the client's identifier, a keyed hash, unique within the tenant; a repeated event
+    is ignored, and refused on another subject or of another kind."""
 
     event: str
     tenant: str
@@ -186,6 +186,7 @@ class Signal(Record, frozen=True, kw_only=True):
     source: str  # "client", "git", "ci", "judge" or "explicit"
     client_sequence: int | None = None  # rising number of this source in the session, which orders its signals
     confidence: float = 1.0
+    reader: str = ""  # of a FOLLOWUP that the gateway derived: "words", or "judge" and its model
 
 
 class LabelState(StrEnum):
@@ -210,6 +211,7 @@ class Label(Record, frozen=True, kw_only=True):
     components: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     weight: float = 1.0  # 1 / G(h), G = Kaplan-Meier survival of the censoring time, at most 10
     correction: str | None = None  # blob of the text that answers the turn, for the textual channel
+    reader: str = ""  # of the follow-up that counts, as in `Signal`
 
 
 class ExitKind(StrEnum):
@@ -255,7 +257,7 @@ class ReleaseStage(StrEnum):
 
     GATE = "gate"
     REFUSED = "refused"  # by the gate
-    SHADOW = "shadow"  # answers the control's requests too, unseen by users
+    STAGED = "staged"  # has passed the gate; the canary's servers load it
     CANARY = "canary"
     RELEASED = "released"
     ROLLED_BACK = "rolled_back"
@@ -305,6 +307,16 @@ class Tombstone(Record, frozen=True, kw_only=True):
     account: str
     at: int
     versions: tuple[int, ...]  # trained on the account
+
+
+class Withdrawal(Record, frozen=True, kw_only=True):
+    """Consent that an account took back: what it gave before `at` is deleted, and no later window trains on it.
+    `policy`: "tenant" for what the tenant's policy had granted alone, "" for all."""
+
+    tenant: str
+    account: str
+    policy: str = ""
+    at: int
 
 
 class LivePolicy(Record, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from sqlalchemy.event import listen
 from etude.errors import UserError
 from etude.ledger import open_database
 
-VERSION = "1"
+VERSION = "2"
 """The version of the tables; a log of another version is refused."""
 
 metadata = sa.MetaData()
@@ -85,6 +85,10 @@ tenant have the id."""
 
 tombstones = _table("tombstones", _text("account", key=True), _text("tenant"), _integer("at"), _text("versions"))
 
+withdrawals = _table(
+    "withdrawals", _text("account", key=True), _integer("at", key=True), _text("tenant"), _text("policy")
+)
+
 sessions = _table(
     "sessions",
     _text("id", key=True),
@@ -97,7 +101,6 @@ sessions = _table(
     _integer("release"),
     _real("propensity"),
     _integer("opened"),
-    _text("snapshot", null=True),
     sa.Index("sessions_account", "account"),
     sa.Index("sessions_opened", "opened"),
 )
@@ -150,6 +153,7 @@ signals = _table(
     _text("source"),
     _integer("client_sequence", null=True),
     _real("confidence"),
+    _text("reader"),
     sa.Index("signals_subject", "subject"),
     sa.Index("signals_arrived", "arrived_at"),
 )
@@ -192,6 +196,7 @@ labels = _table(
     _text("components"),
     _real("weight"),
     _text("correction", null=True),
+    _text("reader"),
 )
 exits = _table(
     "exits",

@@ -1,6 +1,7 @@
 """Secrets and personal data in a text, replaced before the text reaches a disk.
 
     scrubbed(text)        the text with `<rule>` in place of each finding, and the number of findings by rule
+    known_client(text)    the name of a client, or what of it is surely no secret
     Scrubber              the same in a child process, so that regular expressions delay no answers
 
 The rules of secrets are those of datasets (`code/secrets.py`) and the expressions of detect-secrets' plugins; tests of
@@ -9,10 +10,15 @@ numbers, IBANs and card numbers with valid check digits, public IP addresses, an
 person stays: example.com, loopback and private addresses, home folders of machines such as /home/runner. Personal data
 of the rules in PERSONAL may stay where the request itself names it (`scrub_documents`): tools print home folders in
 nearly every output, and an answer that repeats a name from its prompt does not teach the model that name.
+
+A text is read as it stands, and once more without the escapes of JSON and URLs, for these hide where a secret begins
+and ends. A run of base64 is a finding if there is a secret in the text that it stands for.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import io
 import ipaddress
@@ -31,7 +37,7 @@ from typing import Any
 
 import msgspec
 
-from etude.code import find_secrets, lines_of
+from etude.code import find_secrets, lines_of, secret_rules
 
 _SECONDS = 10.0  # for one record, in the child; all other records wait meanwhile
 _NOBODY = frozenset({
@@ -145,7 +151,7 @@ def _rules() -> tuple[tuple[str, re.Pattern[str], int, Check], ...]:
 @cache
 def rules_version() -> str:
     """The version of the rules, a field of scrubbed records."""
-    return f"3 detect-secrets {version('detect-secrets')}"
+    return f"4 detect-secrets {version('detect-secrets')}"
 
 
 _clean: dict[bytes, Findings] = {}
@@ -177,12 +183,95 @@ def _digest(text: str) -> bytes:
 
 
 def _spans(text: str, digest: bytes) -> list[tuple[int, int, str]]:
-    spans = sorted(_findings(text))
+    spans = sorted({*_findings(text), *_hidden(text)})
     if all(rule in PERSONAL for _, _, rule in spans):
         _clean[digest] = frozenset((rule, text[first:last]) for first, last, rule in spans)
         if len(_clean) > _MAX_CLEAN:
             del _clean[next(iter(_clean))]
     return spans
+
+
+_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)|%[0-9a-fA-F]{2}", re.S)
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "\n": ""}
+_BASE64 = re.compile(r"[A-Za-z0-9+/_-]{16,}+(?:\r?\n[A-Za-z0-9+/_-]{16,}+)*+(?:\r?\n[A-Za-z0-9+/_-]{1,75})?={0,2}")
+_AROUND = 2000  # characters around escapes that are read without them
+_DEPTH = 3  # of escapes within escapes, or base64 within base64
+_PRINTED = bytes(range(32, 127)) + b"\t\r\n"
+
+
+def _hidden(text: str, depth: int = _DEPTH) -> Iterator[tuple[int, int, str]]:
+    """Findings in what a text stands for: without its escapes, and in runs of base64."""
+    if depth == 0:
+        return
+    for match in _BASE64.finditer(text):
+        inner = _decoded(match[0])
+        if inner and any(rule not in PERSONAL for _, _, rule in (*_findings(inner), *_hidden(inner, depth - 1))):
+            yield match.start(), match.end(), "base64"
+    for low, high in _stretches(text):
+        plain, places = _unescaped(text[low:high])
+        for first, last, rule in (*_findings(plain), *_hidden(plain, depth - 1)):
+            yield low + places[first], low + places[last], rule
+
+
+def _stretches(text: str) -> Iterator[tuple[int, int]]:
+    """The parts of a text that hold all escapes and what stands around them."""
+    low, high = 0, -1
+    for match in _ESCAPE.finditer(text):
+        if high >= 0 and match.start() - _AROUND > high:
+            yield low, high
+            low, high = match.start() - _AROUND, -1
+        if high < 0:
+            low = max(0, match.start() - _AROUND)
+        high = min(len(text), match.end() + _AROUND)
+    if high >= 0:
+        yield low, high
+
+
+def _decoded(run: str) -> str:
+    """The text that a run of base64 stands for; "" if it is none."""
+    data = re.sub(r"[\r\n=]", "", run).translate(str.maketrans("-_", "+/"))
+    try:
+        decoded = base64.b64decode(data[: len(data) - (len(data) % 4 == 1)] + "==")
+    except binascii.Error:
+        return ""
+    return "" if len(decoded) < 12 or decoded.translate(None, _PRINTED) else decoded.decode()
+
+
+def _unescaped(text: str) -> tuple[str, list[int]]:
+    """The text without one layer of escapes, and the place of each of its characters, and of its end, in `text`."""
+    parts, places, end = list[str](), list[int](), 0
+    for match in _ESCAPE.finditer(text):
+        code = match[0]
+        value = code[2:] if code[0] == "\\" and len(code) > 2 else code[1:]
+        plain = chr(int(value, 16)) if len(code) > 2 else _ESCAPED.get(value, value)
+        parts += [text[end : match.start()], plain]
+        places += [*range(end, match.start()), *[match.start()] * len(plain)]
+        end = match.end()
+    return "".join([*parts, text[end:]]), [*places, *range(end, len(text) + 1)]
+
+
+def known_client(text: str, digest: str) -> str:
+    """The name of a client, as a header has it, if it looks like one ("claude-cli/2.0.14"); else its first words, as
+    far as they are plain, and `digest`, a keyed hash of it: anything may stand in a header, keys too."""
+    if _CLIENT.fullmatch(text) and not _CODE.search(text) and not scrubbed(text)[1]:
+        return text
+    words = _FIRST_WORDS.match(text)
+    return f"{words[0]} {digest[:12]}" if words and text else digest[:12] if text else ""
+
+
+_CLIENT = re.compile(r"[A-Za-z](?:[A-Za-z._-]|[0-9](?![0-9._-]{4})){0,39}(?:/v?[0-9][0-9A-Za-z.+-]{0,24})?")
+_CODE = re.compile(r"(?=[A-Za-z]*[0-9])[A-Za-z0-9]{14,}|[A-Za-z]{25,}")
+_FIRST_WORDS = re.compile(r"[A-Za-z]{1,15}(?:[-_ ][A-Za-z]{1,15}){0,3}(?![A-Za-z0-9])")
+
+
+def holds_replaced(text: str) -> bool:
+    """Whether something in a scrubbed text was replaced."""
+    return any(f"<{rule}>" in text for rule in _rule_names())
+
+
+@cache
+def _rule_names() -> frozenset[str]:
+    return frozenset({*(rule for rule, *_ in _rules()), *secret_rules(), "base64"})
 
 
 def _findings(text: str) -> Iterator[tuple[int, int, str]]:

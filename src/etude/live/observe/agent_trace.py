@@ -1,12 +1,10 @@
-"""Records of the authors of lines, in two public formats.
+"""Records of the authors of lines: Agent Trace, version 0.1.0 of January 2026
+(https://github.com/cursor/agent-trace, README.md at 206a6b0).
 
-- Agent Trace, version 0.1.0 of January 2026 (https://github.com/cursor/agent-trace, README.md at 206a6b0): written when
-  followed edits are committed, one JSON line a commit in `.agent-trace/traces.jsonl`, and read in a clone without
-  the observer's state, as in CI. Lines are numbered from 1, at the record's revision. etude's identifiers are in
-  `metadata` under "dev.etude". The schema's pattern for `version` has two numbers, but its examples have three, like
-  the records here.
-- Git AI Standard 3.0.0, "authorship/3.0.0" (https://github.com/git-ai-project/git-ai): the note of a commit in
-  refs/notes/ai has the lines by an agent, and the lines that a person was seen to type.
+They are written when followed edits are committed, one JSON line a commit in `.agent-trace/traces.jsonl`, and read in a
+clone without the observer's state, as in CI. Lines are numbered from 1, at the record's revision. etude's identifiers
+are in `metadata` under "dev.etude". The schema's pattern for `version` has two numbers, but its examples have three,
+like the records here.
 """
 
 from __future__ import annotations
@@ -20,14 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from etude.code import lines_of, shown_lines
+from etude.code import lines_of
 
 TRACES = ".agent-trace/traces.jsonl"
-NOTES = "refs/notes/ai"
 VENDOR = "dev.etude"
 MAX_BYTES = 64 << 20
 _OURS = uuid.UUID("6f3c1d0e-3b0b-5d4e-9a59-1f0a7c2e7d11")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -139,40 +135,3 @@ def _records(place: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
-
-
-def attested_lines(note: str) -> dict[str, tuple[set[int], set[int]]]:
-    """The lines of a note of Git AI: path -> lines of agents, and lines that a known person typed. Empty for a
-    malformed note or another schema."""
-    lines = shown_lines(note)
-    if "---" not in lines:
-        return {}
-    divider = lines.index("---")
-    try:
-        metadata = json.loads("\n".join(lines[divider + 1 :]))
-        if not str(metadata["schema_version"]).startswith("authorship/3."):
-            return {}
-        paths: dict[str, tuple[set[int], set[int]]] = {}
-        path = ""
-        for line in lines[:divider]:
-            if not line.startswith("  "):
-                path = line[1:-1] if line.startswith('"') else line
-                paths.setdefault(path, (set(), set()))
-            elif path:
-                key, _, spans = line[2:].partition(" ")
-                paths[path][key.startswith("h_")].update(_numbers(spans))
-        return paths
-    except (KeyError, TypeError, ValueError):
-        return {}
-
-
-def _numbers(spans: str) -> Iterable[int]:
-    for span in spans.split(","):
-        match = _RANGE.fullmatch(span)
-        if match is None:
-            raise ValueError(span)
-        first = int(match[1])
-        last = int(match[2] or first)
-        if last - first > 1_000_000:
-            raise ValueError(span)
-        yield from range(first, last + 1)

@@ -28,7 +28,7 @@ from typing import Any
 
 from etude.live.log.records import SignalKind, ulid_of
 from etude.live.observe import survival
-from etude.live.observe.agent_trace import NOTES, TracedEdit, append_trace, attested_lines, read_traces, trace_record
+from etude.live.observe.agent_trace import TracedEdit, append_trace, read_traces, trace_record
 from etude.live.observe.agents import AgentFile, AgentStep
 from etude.live.observe.project import CONSENT, ProjectConsent, read_consent
 from etude.live.observe.spool import MAX_CHARACTERS, MAX_EDITS, MAX_WAITING, WatchedEdit, WatchState
@@ -257,7 +257,6 @@ class Watcher:
         self, commit: str, branch: str, edits: Iterable[WatchedEdit], changed: Mapping[str, str]
     ) -> None:
         """Reports the edits that a commit contains or reverts. `changed`: path -> path before the commit."""
-        note = attested_lines(self.repository.note(NOTES, commit) or "")
         made = self.repository.committed_at(commit)
         traced: list[TracedEdit] = []
         for edit in edits:
@@ -272,8 +271,7 @@ class Watcher:
                     self._report(edit, SignalKind.REVERTED, 1.0, source="git")
             elif share > survival.GONE and made >= edit.shown - 1:
                 edit.committed, edit.branch = commit, branch
-                certain = edit.confidence * (0.5 if path in note and not note[path][0] else 1.0)
-                self._report(edit, SignalKind.COMMITTED, share, source="git", confidence=certain)
+                self._report(edit, SignalKind.COMMITTED, share, source="git", confidence=edit.confidence)
                 traced += _where(edit, path, commit, text)
             self.state.put(edit)
         if traced and self.consent.traces:

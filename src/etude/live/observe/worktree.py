@@ -121,11 +121,6 @@ class TextRepository:
             return None
         return _decoded(self._clone.run("cat-file", "blob", name).stdout)
 
-    def note(self, ref: str, commit: str) -> str | None:
-        """The note of a commit in a notes ref."""
-        blob = self._text("notes", f"--ref={ref}", "list", commit).strip()
-        return self.blob(blob) if blob else None
-
     def read(self, path: str) -> tuple[str, str] | None:
         """Text of a file of the tree, and the id of its blob without git's conversions; None for a file that is not
         regular, too long, or binary."""

@@ -28,6 +28,7 @@ from etude.config.live import CanaryConfig
 from etude.errors import UserError
 from etude.failpoints import failpoint
 from etude.live.log import accounts, journal, schema
+from etude.live.log.followups import reader_of, reading
 from etude.live.log.records import Arm, Release, ReleaseStage
 from etude.live.release import releases
 from etude.live.release.canary import CanaryDecision, CanaryTrial, TallyRow, Verdict, decide, holdback_lift, tallies_of
@@ -151,7 +152,7 @@ def start(site: ReleaseSite, digest: str, version: int) -> ReleaseState:
             why = "the first release" if current is None else "no cluster has servers for a canary"
             releases.append(site.engine, trial, ReleaseStage.RELEASED, 1.0, why, "gate")
         else:
-            releases.append(site.engine, trial, ReleaseStage.SHADOW, 0.0, "passed the gate", "gate")
+            releases.append(site.engine, trial, ReleaseStage.STAGED, 0.0, "passed the gate", "gate")
         failpoint("release.event")
     _follow(site)
     return site.read().of(trial.release.number)
@@ -190,8 +191,8 @@ def tick(site: ReleaseSite) -> Tick:
     if trial is None:
         return Tick("no release is on trial")
     name = f"release {trial.release.number}"
-    if trial.stage is ReleaseStage.SHADOW:
-        return Tick(f"{name}: {_leave_shadow(site, trial, stores)}")
+    if trial.stage is ReleaseStage.STAGED:
+        return Tick(f"{name}: {_leave_staged(site, trial, stores)}")
     decision = decision_of(site, trial, time.time_ns())
     if decision.verdict is Verdict.ROLL_BACK:
         rollback(site, decision.reason, "canary")
@@ -244,7 +245,7 @@ def _tallies(site: ReleaseSite, began: int) -> list[TallyRow]:
     return rows
 
 
-def _leave_shadow(site: ReleaseSite, trial: ReleaseState, stores: Sequence[StoreState]) -> str:
+def _leave_staged(site: ReleaseSite, trial: ReleaseState, stores: Sequence[StoreState]) -> str:
     """Begins the canary once its servers serve the release. After the deadline the canary begins without late clusters;
     if all are late, the release is rolled back. Returns a phrase for people."""
     canaries = [store for store in stores if store.target.arm is Arm.CANARY]
@@ -474,6 +475,7 @@ def status(site: ReleaseSite) -> dict[str, Any]:
             }
             for store in stores
         ],
+        "followups": reading(site.engine, Path(site.config.folder), reader_of(site.config.judge)),
         "tainted": [msgspec.to_builtins(taint) for taint in releases.taints(site.engine)],
     }
 

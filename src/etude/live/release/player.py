@@ -205,15 +205,15 @@ def read_answer(
 ) -> Answer:
     """The answer, with the names of the rates that it counts for."""
     parsed = renderer.parse(list(ids), finish)
-    calls = tuple(MessageCall(c.name, "" if c.arguments is None else json.dumps(c.arguments)) for c in parsed.calls)
-    message = Message("assistant", parsed.text, calls)
+    calls = tuple(MessageCall(c.name, json.dumps(c.arguments)) for c in parsed.calls if c.arguments is not None)
+    message = Message("assistant", parsed.text, calls, len(parsed.calls) - len(calls))
     kinds = {signal.kind for signal in of_answer(prefix.messages, message, prefix.tools)}
     shows = {
-        "edit": bool(calls) or "```" in parsed.text,
+        "edit": bool(parsed.calls) or "```" in parsed.text,
         "question": SignalKind.QUESTION in kinds,
         "invalid_call": SignalKind.INVALID_CALL in kinds,
         "no_edit": SignalKind.NO_EDIT in kinds,
-        "refusal": not calls and bool(_REFUSAL.match(parsed.text)),
+        "refusal": not parsed.calls and bool(_REFUSAL.match(parsed.text)),
         "secret": bool(scrubbed(parsed.text)[1]),
     }
     whole = "\n".join([parsed.text, *(call.arguments for call in calls)])

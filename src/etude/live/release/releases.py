@@ -1,6 +1,6 @@
 """The log of releases: their stages, as rows, and the target of every store.
 
-    gate -> shadow -> canary (shares) -> released         each step is a row of `release_events`; the last row counts
+    gate -> staged -> canary (shares) -> released         each step is a row of `release_events`; the last row counts
       \\-> refused      \\-> rolled_back, and a new release of the old content, in one transaction
 
 The content of a store follows from the rows alone (`targets`), so a process killed between a row and a store leaves
@@ -23,7 +23,7 @@ from etude.errors import UserError
 from etude.live.log import journal, schema
 from etude.live.log.records import Arm, ClusterEvent, ExitKind, LivePolicy, Release, ReleaseEvent, ReleaseStage
 
-ON_TRIAL = (ReleaseStage.SHADOW, ReleaseStage.CANARY)
+ON_TRIAL = (ReleaseStage.STAGED, ReleaseStage.CANARY)
 _MAX_RELEASES = 100_000
 
 
@@ -80,7 +80,7 @@ class ReleaseLog:
 
     @property
     def trial(self) -> ReleaseState | None:
-        """The release in shadow or canary."""
+        """The staged release, or that in canary."""
         return next((s for s in reversed(self.states) if s.stage in ON_TRIAL), None)
 
     def of(self, number: int) -> ReleaseState:
@@ -117,7 +117,7 @@ class ReleaseLog:
             since = control.since(*final, share=1.0)
             out.append(StoreTarget(cluster.name, Arm.CONTROL, cluster.store, cluster.urls, control.release, since))
             if cluster.canary_store != "none":
-                since = canary.since(ReleaseStage.SHADOW) if canary is trial else canary.since(ReleaseStage.RELEASED)
+                since = canary.since(ReleaseStage.STAGED) if canary is trial else canary.since(ReleaseStage.RELEASED)
                 store = cluster.canary_store
                 out.append(StoreTarget(cluster.name, Arm.CANARY, store, cluster.canary_urls, canary.release, since))
             if cluster.holdback_store != "none":

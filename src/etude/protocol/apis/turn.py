@@ -33,6 +33,7 @@ class SampledTurn:
         self.generation: Generation | None = None
         self.message: dict[str, Any] = {}  # in OpenAI's chat format, once the turn is complete
         self.parsed = ParsedTurn("", ())
+        self.malformed = 0  # calls that the dialect could not read, but for what a stop text cut
         self.refusal: RequestRefused | None = None
         self.name = secrets.token_hex(12)  # part of the ids in answers, the same in all answers with this turn
         self.most_calls: int | None = None
@@ -72,6 +73,7 @@ class SampledTurn:
         if self.stop is not None:
             calls = tuple(call for call in shown.calls if call.arguments is not None)
             shown = ParsedTurn(self._before_stop(shown.text), calls, shown.reasoning)
+        self.malformed = sum(call.arguments is None for call in shown.calls)
         self.message = shown.openai(f"call_{self.name}_")
         if self.most_calls is not None and "tool_calls" in self.message:
             self.message["tool_calls"] = self.message["tool_calls"][: self.most_calls]
