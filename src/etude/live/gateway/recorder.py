@@ -71,7 +71,7 @@ class TurnRecorder:
         if request.dialect is None:
             return False
         if not request.recorded:
-            self._queue.append(ServedEntry(request.id, request.counter_key, request.answer))
+            self._queue.append(ServedEntry(request.id, request.turn_key, request.account, request.answer))
         elif len(self._fetches) >= _MAX_FETCHES or self._fetched_bytes + len(request.body) > _MAX_FETCHED_BYTES:
             self._queue.drop("queue_full")
             self._queue.count(request.counter_key, "dropped")
@@ -130,6 +130,7 @@ class TurnRecorder:
             id=request.session,
             tenant=request.key.tenant,
             account=request.account,
+            voucher=request.voucher,
             organisation=request.organisation,
             client=request.client,
             consent=request.consent,
