@@ -6,7 +6,7 @@ much can be shown.
 lift-N              equal versions at N accounts, called better at any look of the canary, at one-sided 2.5 %. Accounts
                     differ in activity and in what they keep, and busy ones keep more; both change with the hour
 gate-KIND-F-S       versions worse by the margin (5 points) that pass the gate: 500 tasks, F of a function, S samples
-                    of each. KIND: `breaks` whole functions, `spread` over all tasks, `mixed`: some functions gain as a whole
+                    of each. KIND: `breaks` whole functions, `spread` over all tasks, `mixed`: some functions gain
 releases            100 releases, one every five hours: false ones of those found better, and the share of the better
                     ones that is found, where a third is better by three standard deviations; beside it 6 alpha/(pi k)^2
 firm-equal          a firm of 500 accounts: equal versions that reach all accounts, with nobody's approval
@@ -22,7 +22,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from etude.evals import PastTest, clustered_score, level_of, needed_score
 from etude.live.release.contrast import Tallies, lift_at, same_slots
 
 STAGES = (0.01, 0.05, 0.25)
-SLOTS = 6  # of ten minutes, in each stage
+SLOTS = 3  # of twenty minutes, in each stage
 ALPHA = 0.025
 
 
@@ -46,7 +46,7 @@ def called_better(seed: int, accounts: int, lift: float = 0.0) -> float:
     parts: list[tuple[np.ndarray, ...]] = []
     for share in STAGES:
         for _ in range(SLOTS):
-            day = math.sin(2 * math.pi * (hour + len(parts) / 6) / 24)
+            day = math.sin(2 * math.pi * (hour + len(parts) / 3) / 24)
             who = np.flatnonzero(rng.random(accounts) < active_A * (0.6 + 0.4 * day))
             arm = np.where(held_A[who], 2, np.where(draw_A[who] < share, 1, 0))
             rate = 1 / (1 + np.exp(-(0.2 + tilt_A[who] + 0.5 * day)))
@@ -142,14 +142,15 @@ CLAIMS: dict[str, Claim] = {
 }  # fmt: skip
 
 
-def measure(names: Sequence[str], quick: bool) -> dict[str, float]:
-    """The mean figure of each claim, over seeds that no test has."""
+def measure(names: Sequence[str], quick: bool) -> Iterator[tuple[str, float]]:
+    """The mean figure of each claim, over seeds that no test has, as they come."""
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         futures = {
             name: pool.map(CLAIMS[name].figure, range(70_000, 70_000 + runs_of(name, quick)), chunksize=4)
             for name in names
         }
-        return {name: float(np.mean(list(values))) for name, values in futures.items()}
+        for name, values in futures.items():
+            yield name, float(np.mean(list(values)))
 
 
 def runs_of(name: str, quick: bool) -> int:
@@ -168,12 +169,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not names:
         print(f"no scenario begins with {arguments.scenario[0]!r}: {', '.join(CLAIMS)}", file=sys.stderr)
         return 2
-    means = measure(names, arguments.quick)
-    print("| scenario | share | bound | seeds |\n|---|---|---|---|")
-    for name, mean in means.items():
-        claim = CLAIMS[name]
+    means: dict[str, float] = {}
+    print("| scenario | share | bound | seeds |\n|---|---|---|---|", flush=True)
+    for name, mean in measure(names, arguments.quick):
+        claim, means[name] = CLAIMS[name], mean
         bound = f"{'>=' if claim.least else '<='} {claim.bound:g}"
-        print(f"| {name} | {mean:.4f} | {bound} | {runs_of(name, arguments.quick)} |")
+        print(f"| {name} | {mean:.4f} | {bound} | {runs_of(name, arguments.quick)} |", flush=True)
     if arguments.json:
         print(json.dumps(means))
     return int(not arguments.quick and not all(CLAIMS[name].holds(mean) for name, mean in means.items()))

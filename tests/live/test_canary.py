@@ -10,7 +10,8 @@ from benchmarks.live_gate import QUICK_STAGES, Population, joined, pairs_to_stop
 
 from etude.config.live import CanaryConfig
 from etude.evals.sequential import ratio_evidence
-from etude.live.release.canary import GUARDRAILS, CanaryTrial, TallyRow, Verdict, decide, holdback_lift, tallies_of
+from etude.live.release.canary import GUARDRAILS, CanaryTrial, TallyRow, Verdict, decide, tallies_of
+from etude.live.release.contrast import holdback_lift
 
 MINUTE = 60 * 10**9
 FEW = CanaryConfig(stages=(0.5, 1.0), minutes=20, least=4, hours=2, holdback=0.0, slot_minutes=10)
@@ -28,7 +29,7 @@ def rows(slots: int = 2, accounts: int = 8, **canary: float) -> list[TallyRow]:
 
 
 def verdict(rows: list[TallyRow], minutes: float, options: CanaryConfig = FEW, share: float = 0.5):
-    return decide(options, 0.0, CanaryTrial(1, share, 0, 0), tallies_of(rows), round(minutes * MINUTE))
+    return decide(options, 0.0, CanaryTrial(share, 0, 0), tallies_of(rows), round(minutes * MINUTE))
 
 
 def test_guardrails_share_all_of_alpha() -> None:
@@ -56,7 +57,7 @@ def test_a_feedback_route_that_is_silent_for_both_arms_lets_nothing_pass() -> No
 
 def test_what_has_not_matured_does_not_count() -> None:
     tallies = tallies_of(rows())
-    trial = CanaryTrial(1, 0.5, 0, 0)
+    trial = CanaryTrial(0.5, 0, 0)
     assert decide(FEW, 600.0, trial, tallies, 20 * MINUTE).accounts == 8  # the first slot has matured
     assert decide(FEW, 1200.0, trial, tallies, 20 * MINUTE).accounts == 0
 

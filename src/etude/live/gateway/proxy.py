@@ -173,7 +173,8 @@ class AnswerProxy:
         if request.dialect is None:
             return
         key = request.turn_key
-        if request.strayed is not None and request.deserted:
+        own = self._clusters.of_arm[request.assignment.arm]
+        if request.strayed is not None and (request.deserted or not any(server.healthy for server in own)):
             self._queue.count(request.counter_key, "strays")
         self._queue.count(key, "requests")
         self._queue.count(key, "seconds", time.monotonic() - request.began)

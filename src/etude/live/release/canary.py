@@ -26,7 +26,7 @@ import numpy as np
 
 from etude.config.live import CanaryConfig
 from etude.evals import alpha_of_slot, log_evidence, ratio_evidence
-from etude.live.release.contrast import ARMS, Difference, Tallies, lift_at, same_slots
+from etude.live.release.contrast import ARMS, OWN, Difference, Tallies, lift_at, same_slots, tenants_of
 
 SUMMED = ("seconds", "followup", "survived")
 """Tallies whose value is `total`; the value of others is `count`."""
@@ -36,7 +36,6 @@ ALONE_MARGIN = 0.05
 """The increase in cost, over the control's last slot, that is allowed once all accounts have the release."""
 LASTING, SLOTS, GROWN = 0.5, 0.25, 0.25  # shares of a guardrail's alpha for the three kinds
 _PARTNERS = 4  # accounts of one arm in a group, at most
-_OWN = 0.05  # share of the pairs from which a tenant has an e-process of its own
 _ALONE = 0.9
 _REACHED = 0.5  # share of the accounts that a stage could reach, of which it waits for at most `canary.least`
 _UNITS = 25  # accounts, n0 n1 / (n0 + n1), from which means are about normal
@@ -236,10 +235,26 @@ def _harm(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, alpha: floa
     if guardrail.ranked:
         return worst
     arms = (0, 1) if guardrail.fewer else (1, 0)
-    grown = same_slots(tallies, known, arms, guardrail.count, guardrail.of)
-    if grown is None or grown.units < _UNITS:
-        return worst
-    return max(worst, grown.evidence + math.log(GROWN * alpha))
+    return max(worst, _grown(guardrail, tallies, known, arms, GROWN * alpha))
+
+
+def _grown(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, arms: tuple[int, int], alpha: float) -> float:
+    """Logarithm of e-value over bound of all slots. What stops a release does so without each smaller tenant, too, but
+    for the share `_ALONE`."""
+    bound = -math.log(alpha)
+
+    def evidence(rows: np.ndarray) -> float:
+        contrast = same_slots(tallies, rows, arms, guardrail.count, guardrail.of)
+        return 0.0 if contrast is None or contrast.units < _UNITS else contrast.evidence
+
+    least = evidence(known) if tallies.of(guardrail.count).any() else 0.0
+    if least >= bound:
+        tenant_N = tenants_of(tallies)
+        for tenant in np.unique(tenant_N[tenant_N >= 0]):
+            others = known & (tenant_N != tenant)
+            if 2 * len(np.unique(tallies.account_N[~others & known])) <= len(np.unique(tallies.account_N[known])):
+                least = min(least, evidence(others) + _ALONE * bound)
+    return least - bound
 
 
 def _excess(pairs: _Pairs, alpha: float, margin: float) -> float:
@@ -249,7 +264,7 @@ def _excess(pairs: _Pairs, alpha: float, margin: float) -> float:
     if not len(costs_T):
         return -bound
     share_C = np.bincount(pairs.cell_T) / len(costs_T)
-    kind_T = np.where(share_C[pairs.cell_T] >= _OWN, pairs.cell_T, -1)
+    kind_T = np.where(share_C[pairs.cell_T] >= OWN, pairs.cell_T, -1)
     kinds, path_T = np.unique(kind_T), np.zeros(len(costs_T))
     for kind in kinds:
         at = np.flatnonzero(kind_T == kind)

@@ -17,6 +17,8 @@ import numpy as np
 from etude.evals import mixture_evidence, plan_looks, sequence_reach
 
 ARMS = ("control", "canary", "holdback")
+OWN = 0.05
+"""The share of the accounts from which a tenant is compared within itself."""
 _FEWEST = 2  # accounts of an arm in a slot
 
 
@@ -91,31 +93,43 @@ class Difference:
         return f"edits kept, of edits and invalid calls: {mean} points [{low}, {high}], {verdict}"
 
 
+def tenants_of(tallies: Tallies) -> np.ndarray:
+    """The tenant of each row, -1 for all with less than `OWN` of the accounts: int64 [N]."""
+    if not len(tallies.cell_N):
+        return tallies.cell_N
+    cell_A = np.full(int(tallies.account_N.max()) + 1, -1)
+    cell_A[tallies.account_N] = tallies.cell_N
+    size_C = np.bincount(cell_A[cell_A >= 0], minlength=int(cell_A.max()) + 1)
+    share_C = size_C / size_C.sum()
+    return np.where(share_C[tallies.cell_N] >= OWN, tallies.cell_N, -1)
+
+
 def same_slots(tallies: Tallies, known: np.ndarray, arms: tuple[int, int], count: str, of: str) -> Contrast | None:
     """The ratio `count`/`of` of the accounts of the first of two arms, less that of the other, by the `known` rows;
-    None with too few. A slot weighs n0 n1 / (n0 + n1), which no cost decides."""
+    None with too few. Arms are compared within a slot and a large tenant, which weigh n0 n1 / (n0 + n1): no cost
+    decides that."""
     of_N = tallies.of(of)
-    rows = np.flatnonzero(known & (of_N > 0) & np.isin(tallies.arm_N, arms))
+    rows = np.flatnonzero(known & (of_N > 0) & ((tallies.arm_N == arms[0]) | (tallies.arm_N == arms[1])))
     if not len(rows):
         return None
-    slot = tallies.slot_N[rows] - tallies.slot_N[rows].min()
+    tenant = tenants_of(tallies)[rows] + 1
+    part = (tallies.slot_N[rows] - tallies.slot_N[rows].min()) * (int(tenant.max()) + 1) + tenant
     new = tallies.arm_N[rows] == arms[0]
-    size_AS = np.stack([np.bincount(slot[side], minlength=int(slot.max()) + 1) for side in (new, ~new)])
-    enough = (size_AS.min(0) >= _FEWEST)[slot]
-    rows, slot, new = rows[enough], slot[enough], new[enough]
+    size_AP = np.stack([np.bincount(part[side], minlength=int(part.max()) + 1) for side in (new, ~new)])
+    enough = (size_AP.min(0) >= _FEWEST)[part]
+    rows, part, new = rows[enough], part[enough], new[enough]
     if not len(rows):
         return None
     rate = np.clip(tallies.of(count)[rows] / of_N[rows], 0.0, 1.0)
-    arm = np.where(new, 0, 1)
-    cell = arm * size_AS.shape[1] + slot
-    mean_C = np.bincount(cell, rate, size_AS.size) / np.maximum(size_AS.ravel(), 1)
-    weight_S = np.where(size_AS.min(0) >= _FEWEST, size_AS.prod(0) / np.maximum(size_AS.sum(0), 1), 0.0)
-    weight_S = weight_S / weight_S.sum()
-    mean = float(weight_S @ (mean_C[: size_AS.shape[1]] - mean_C[size_AS.shape[1] :]))
-    size = size_AS.ravel()[cell]
-    part = weight_S[slot] * (rate - mean_C[cell]) / size * np.sqrt(size / (size - 1.0))
+    cell = np.where(new, 0, 1) * size_AP.shape[1] + part
+    mean_C = np.bincount(cell, rate, size_AP.size) / np.maximum(size_AP.ravel(), 1)
+    weight_P = np.where(size_AP.min(0) >= _FEWEST, size_AP.prod(0) / np.maximum(size_AP.sum(0), 1), 0.0)
+    weight_P = weight_P / weight_P.sum()
+    mean = float(weight_P @ (mean_C[: size_AP.shape[1]] - mean_C[size_AP.shape[1] :]))
+    size = size_AP.ravel()[cell]
+    share = weight_P[part] * (rate - mean_C[cell]) / size * np.sqrt(size / (size - 1.0))
     account = tallies.account_N[rows]
-    sums_A = np.bincount(account, np.where(new, part, -part))
+    sums_A = np.bincount(account, np.where(new, share, -share))
     counts = tuple(int(np.count_nonzero(np.bincount(account[side]))) for side in (new, ~new))
     return Contrast(mean, math.sqrt(float(sums_A @ sums_A)), (counts[0], counts[1]))
 
@@ -140,8 +154,10 @@ def _bounds(shares: tuple[float, ...], alpha: float) -> tuple[float, ...]:
 
 def holdback_lift(tallies: Tallies) -> Difference | None:
     """The difference between control and holdback, as a confidence sequence of 95 %, which holds at every look. The
-    arms' sizes must keep their ratio."""
-    contrast = same_slots(tallies, np.ones(len(tallies.account_N), bool), (0, 2), "survived", "tries")
+    arms' sizes must keep their ratio. Accounts of both arms are left out."""
+    control, held = (np.unique(tallies.account_N[tallies.arm_N == arm]) for arm in (0, 2))
+    of_one = ~np.isin(tallies.account_N, np.intersect1d(control, held))
+    contrast = same_slots(tallies, of_one, (0, 2), "survived", "tries")
     if contrast is None or contrast.deviation <= 0:
         return None
     mean, reach = contrast.mean, contrast.reach(0.05, 1000)
