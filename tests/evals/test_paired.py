@@ -45,10 +45,10 @@ def test_a_version_worse_by_the_margin_rarely_passes(kind: str) -> None:
 
 def test_the_margin_that_a_suite_defends() -> None:
     """An equal version passes at it with the planned power; more tasks of a function help less than more functions."""
-    assert defended_margin([1] * 1546, 0.1) == pytest.approx(0.02006, abs=1e-4)
+    assert defended_margin([1] * 1546, 0.1) == pytest.approx(0.02034, abs=1e-4)
     assert defended_margin([5] * 50, 0.1) > 1.3 * defended_margin([1] * 250, 0.1)
     assert defended_margin([1], 0.1) == 1.0
-    assert needed_score([1] * 10_000, 0.05) == pytest.approx(1.6459, abs=1e-3)
+    assert needed_score([1] * 10_000, 0.05) == pytest.approx(1.6602, abs=1e-3)
     margin = defended_margin([2] * 125, 0.1)
     kept = np.mean([promoted(seed, "spread", 2, 1, worse=0.0, margin=margin, tasks=250) for seed in range(400)])
     assert kept == pytest.approx(0.8, abs=0.06)
