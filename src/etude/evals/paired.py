@@ -37,7 +37,7 @@ def clustered_score(gains_N: np.ndarray, function_N: np.ndarray, margin: float) 
 
 def needed_score(size_F: Sequence[int], alpha: float) -> float:
     """The z from which a version is no worse, at one-sided `alpha`, by the numbers of tasks of the functions: Student's
-    quantile for the root of their effective number, since losses are skewed (found by simulation, `live_statistics`)."""
+    quantile for the root of their effective number, since losses are skewed (by simulation, `live_statistics`)."""
     effective = sum(size_F) ** 2 / sum(size * size for size in size_F)
     z, free = _NORMAL.inv_cdf(1 - alpha), max(math.sqrt(effective), 2.0)
     return z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
