@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.live_gate import QUICK_STAGES, Population, joined, pairs_to_stop, release
+from benchmarks.live_names import firm_equal, firm_harm, names_mask, names_veto
 
 from etude.config.live import CanaryConfig
 from etude.evals.sequential import ratio_evidence
@@ -202,3 +203,28 @@ def holdback_slot(generator: np.random.Generator, slot: int, usual_A: np.ndarray
         cell_N=np.zeros(200, int),
         values=values,
     )
+
+
+def test_a_firm_of_500_accounts_releases_an_equal_version_and_stops_harm() -> None:
+    assert [firm_equal(seed) for seed in range(2)] == [1.0, 1.0]
+    assert [firm_harm(seed) for seed in range(3)] == [1.0, 1.0, 1.0]
+
+
+def test_invented_names_neither_mask_harm_nor_veto() -> None:
+    """Of one key, and of five; each name taken for an account stops a version that is equal."""
+    assert [names_mask(seed, keys) for seed in range(3) for keys in (1, 5)] == [0.0] * 6
+    assert [names_veto(3, keys) for keys in (5, 0)] == [0.0, 1.0]
+
+
+def test_what_is_shown_neither_better_nor_no_worse_is_offered_to_a_person() -> None:
+    """Ten accounts of each arm, after `canary.hours` the margin that was shown is told."""
+    few = FEW.model_copy(update={"margin": 0.01})
+    mixed = [
+        row._replace(total=float(int(row.account.split("-")[1]) % 3)) if row.name == "survived" else row
+        for row in rows(slots=3, accounts=10)
+    ]
+    assert verdict(mixed, 30, few).verdict is Verdict.HOLD
+    late = verdict(mixed, 120, few)
+    assert late.verdict is Verdict.OFFER
+    assert late.lift is not None
+    assert f"fewer by {100 * late.lift.worst:.1f} points, at most 1 points are wanted, after 2 hours" in late.reason
