@@ -26,15 +26,14 @@ from etude.live.release.canary import (
     RATIO_ALPHA,
     CanaryDecision,
     CanaryTrial,
-    Difference,
-    Tallies,
     Verdict,
     decide,
 )
+from etude.live.release.contrast import Difference, Tallies
 from etude.live.release.gate import compare_paired
 
 RATES = {"errors": 0.02, "invalid_call": 0.05, "stopped": 0.05, "dropped": 0.01, "followup": 0.1, "edits": 0.6}
-QUICK_STAGES = CanaryConfig(stages=(0.1, 0.5, 1.0), minutes=20, least=40, holdback=0.02, slot_minutes=10)
+QUICK_STAGES = CanaryConfig(stages=(0.1, 0.5, 1.0), minutes=20, least=40, holdback=0.02, slot_minutes=10, margin=0.2)
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ def release(
         parts.append(people.slot(now // slot, min(1.0, share * splitter), rates))
         seen.update(parts[-1].account_N[parts[-1].arm_N == 1].tolist())
         now += slot
-        decision = decide(options, 0.0, CanaryTrial(1, share, 0, began), joined(parts), now)
-        if decision.verdict in (Verdict.ROLL_BACK, Verdict.DONE):
+        decision = decide(options, 0.0, CanaryTrial(share, 0, began), joined(parts), now)
+        if decision.verdict in (Verdict.ROLL_BACK, Verdict.DONE, Verdict.OFFER):
             return Outcome(stage, share, decision, len(seen), tuple(looks))
         if decision.verdict is Verdict.GO_ON:
             looks += [decision.lift] if decision.lift else []

@@ -65,6 +65,12 @@ def with_sybils(
     return SimulatedAccounts(**changed), crooked_A
 
 
+def vouchers_of(crooked_A: np.ndarray, keys: int) -> list[str]:
+    """The account that a key vouches for, by account: an attacker's `keys` keys have all its names; 0: every name is
+    taken for an account."""
+    return [f"k{n % keys}" if crooked and keys else f"a{n}" for n, crooked in enumerate(crooked_A)]
+
+
 def praising(turns: Turns, signals: Signals, mine_N: np.ndarray) -> Signals:
     """Signals in which the turns of a mask praise the edit PRAISED and reject every other one, in place of the users'
     own."""

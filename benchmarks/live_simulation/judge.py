@@ -17,7 +17,7 @@ from benchmarks.live_simulation.scenarios import Scenario, named
 from benchmarks.live_simulation.traffic import CELLS, Signals, Turns, WindowLog, react, records, serve
 from benchmarks.live_simulation.windows import DROPPED, LIVE, NULL, ORACLE, PLUS, TURNS, ZERO, LearningRun, Setting, run
 from etude.config.live import CanaryConfig, LabelsConfig
-from etude.evals.sequential import paired_score
+from etude.evals import clustered_score
 from etude.live.learn.attribution import labels
 from etude.live.learn.timeline import distinct
 from etude.live.log.records import Label, LabelState
@@ -43,6 +43,12 @@ def _share(name: str, variants: tuple[int, ...] = (0, 1, 2)) -> Callable[[int, S
 def _against_clean(seed: int, setting: Setting) -> float:
     clean = _run(seed, Setting(versions=setting.versions, turns=setting.turns))
     return _run(seed, setting).utility[-1] / clean.utility[-1]
+
+
+def _gain_kept(seed: int, setting: Setting) -> float:
+    """Gain, as a share of that without the attacker's turns."""
+    honest = _run(seed, Setting(fault="honest", versions=setting.versions, turns=setting.turns))
+    return _run(seed, setting).gain / honest.gain
 
 
 def _probe(seed: int, setting: Setting) -> float:
@@ -143,7 +149,7 @@ def _slow_regression(seed: int, setting: Setting) -> float:
 
 
 def _no_worse(new: np.ndarray, old: np.ndarray, margin: float) -> bool:
-    return paired_score(int((new & ~old).sum()), int((old & ~new).sum()), len(new), margin) > 1.645
+    return clustered_score(new.astype(float) - old, np.arange(len(new)), margin) > 1.645
 
 
 def _secret(seed: int, setting: Setting) -> float:
@@ -162,6 +168,8 @@ FIGURES: dict[str, Callable[[int, Setting], float]] = {
     "short-edit-hack": _share("tiny"),
     "flattery": _share("flatter"),
     "sybils": _against_clean,
+    "one-key": _gain_kept,
+    "five-keys": _gain_kept,
     "lone-voter": _probe,
     "clock-skew": _labels_that_differ,
     "reordered": _labels_that_differ,

@@ -26,15 +26,27 @@ class Version:
 
 
 @dataclass(frozen=True)
+class Crowd:
+    """Names that an attacker invents, half of them wanted in each arm: all edits of those in the canary are undone, and
+    none of the control's, if it wants to `veto`; else the reverse. The gateway knows `keys` accounts of them; 0: it
+    takes every name for an account, and tells its arm."""
+
+    names: int
+    veto: bool
+    keys: int = 1
+
+
+@dataclass(frozen=True)
 class Rollout:
     """The end of a release: `reason` of the last decision, the stage's share, and over the accounts at the end the
-    share of undone edits and of accounts whose client is silent."""
+    share of undone edits and of accounts whose client is silent. `slots` that it took."""
 
     released: bool
     reason: str
     share: float
     undone: float
     silent: float
+    slots: int = 0
 
 
 def roll_out(
@@ -44,12 +56,14 @@ def roll_out(
     *,
     accounts: int = 12_000,
     ignored: str = "",
-    number: int = 1,
+    crowd: Crowd | None = None,
 ) -> Rollout:
-    """A release from its first stage to the last or to its rollback. `ignored` is a check of the canary that is off."""
+    """A release from its first stage to the last, to its rollback or to a person. `ignored` is a check of the canary
+    that is off."""
     hash_A, usual_A = rng.random(accounts), rng.beta(2, 18, accounts)
     moved_A = (usual_A > np.median(usual_A)) & (rng.random(accounts) < version.regret)
     blocks: list[tuple[np.ndarray, ...]] = []
+    crowd_K = rng.random(crowd.keys) if crowd else np.zeros(0)
     slot, length = 0, round(options.slot_minutes)
     delay = -(-round(_DELAY / 60) // length)  # slots until a slot has matured
     decision = CanaryDecision(Verdict.HOLD, "")
@@ -59,9 +73,11 @@ def roll_out(
             arm_A = np.where(hash_A >= 1 - options.holdback, 2, np.where(hash_A < share * (1 - options.holdback), 1, 0))
             arm_A = np.where((arm_A == 1) & moved_A & (share < 1), 0, arm_A)
             blocks.append(_slot(rng, usual_A, arm_A, version, share, slot))
+            if crowd is not None:
+                blocks.append(_crowded(crowd, crowd_K, accounts, share * (1 - options.holdback), slot))
             slot += 1
             if slot - began > delay:
-                trial = CanaryTrial(number, share, 0, began * length * _MINUTE)
+                trial = CanaryTrial(share, 0, began * length * _MINUTE, accounts=accounts)
                 decision = _decide(options, trial, blocks, slot * length * _MINUTE, ignored)
             if decision.verdict is not Verdict.HOLD:
                 break
@@ -70,7 +86,8 @@ def roll_out(
         decision = CanaryDecision(Verdict.HOLD, "")
     released = decision.verdict is Verdict.DONE
     bad = version.harm(1.0) if released else 0.0
-    return Rollout(released, decision.reason, share, float(usual_A.mean()) + bad, version.silent if released else 0.0)
+    silent = version.silent if released else 0.0
+    return Rollout(released, decision.reason, share, float(usual_A.mean()) + bad, silent, slot)
 
 
 def _decide(
@@ -98,6 +115,18 @@ def _slot(
     undone = rng.binomial(heard, np.clip(usual_A[active] + np.where(canary, version.harm(share), 0.0), 0, 1))
     kept = rng.binomial(heard - undone, 0.8)
     return (active, arm, np.full(len(active), slot), requests, edits, edits, heard, undone, kept)
+
+
+def _crowded(crowd: Crowd, hash_K: np.ndarray, first: int, share: float, slot: int) -> tuple[np.ndarray, ...]:
+    """Counters of the crowd's accounts in a slot: ten requests for each name."""
+    if crowd.keys:
+        arm, of = np.where(hash_K < share, 1, 0), crowd.names // crowd.keys
+    else:
+        arm, of = np.arange(crowd.names) % 2 if share < 0.9 else np.ones(crowd.names, np.int64), 1
+    requests = np.full(len(arm), 10 * of)
+    undone = np.where((arm == 1) == crowd.veto, requests, 0)
+    where = (first + np.arange(len(arm)), arm, np.full(len(arm), slot))
+    return (*where, requests, requests, requests, requests, undone, requests - undone)
 
 
 _NAMES = ("requests", "edits", "applied", "labelled", "undone", "survived")

@@ -267,8 +267,9 @@ def records(
     window: int,
     actions: tuple[Action, ...] = ACTIONS,
     consent_A: np.ndarray | None = None,
+    vouchers: list[str] | None = None,
 ) -> WindowLog:
-    """The log that the gateway would have written."""
+    """The log that the gateway would have written; `vouchers`: by account, the one that a key vouches for."""
     granted = population.consent_A if consent_A is None else consent_A
     outcome = outcomes(turns, actions)
     base = nanoseconds(window, 0.0)
@@ -288,6 +289,7 @@ def records(
                     id=f"S{window:03}-{session:06}",
                     tenant="firm",
                     account=f"a{account}",
+                    voucher=vouchers[account] if vouchers else f"a{account}",
                     client="editor",
                     consent=consent,
                     organisation=f"o{population.organisation_A[account]}",

@@ -45,6 +45,11 @@ class Setting:
         return self.fault == fault and not self.guarded
 
     @property
+    def keys(self) -> int:
+        """The keys of an attacker who invents 300 names; those of "honest" give no consent."""
+        return {"one-key": 1, "five-keys": 5, "honest": 1}.get(self.fault, 0)
+
+    @property
     def replaces(self) -> bool:
         """Whether something else stands in the place of the labels."""
         return self.rewards != LIVE or self.off("short-edit-hack") or self.off("flattery")
@@ -72,6 +77,7 @@ class Window:
     crooked_A: np.ndarray
     turns: Turns
     signals: Signals
+    vouchers: list[str]
 
 
 def run(seed: int, setting: Setting, first_CVA: np.ndarray | None = None) -> LearningRun:
@@ -82,6 +88,10 @@ def run(seed: int, setting: Setting, first_CVA: np.ndarray | None = None) -> Lea
     crooked_A = np.zeros(population.size, bool)
     if setting.fault == "sybils":
         population, crooked_A = faults.with_sybils(population)
+    elif setting.keys:
+        population, crooked_A = faults.with_sybils(population, share=0.5, times=1.0)
+    vouchers = faults.vouchers_of(crooked_A, setting.keys if setting.guarded else 0)
+    withheld_A = crooked_A & (setting.fault == "honest")
     logits = [bandit.first_policy(CELLS + (setting.fault == "lone-voter")) if first_CVA is None else first_CVA]
     for number in range(setting.versions):
         policy = bandit.probabilities(logits[-1])
@@ -89,8 +99,9 @@ def run(seed: int, setting: Setting, first_CVA: np.ndarray | None = None) -> Lea
         if setting.fault == "lone-voter":
             turns = faults.with_probe(rng, turns, int(population.consent_A.argmax()), policy[CELLS, 0])
         signals = _signals(rng, population, crooked_A, turns, setting)
-        window = Window(number, population, crooked_A, turns, signals)
-        log = records(population, turns, signals, number)
+        window = Window(number, population, crooked_A, turns, signals, vouchers)
+        consent_A = population.consent_A & ~withheld_A
+        log = records(population, turns, signals, number, consent_A=consent_A, vouchers=vouchers)
         gain_N = replaced_gains(rng, window, log, setting) if setting.replaces else gains(window, log, setting)
         logits.append(bandit.learn(logits[-1], turns, gain_N, RATE))
     return LearningRun(logits, [bandit.mean_of(theta[:CELLS], hidden_VA) for theta in logits])
@@ -101,7 +112,7 @@ def _signals(
 ) -> Signals:
     """The signals that arrive at the log: the users', with the fault."""
     signals = react(rng, population, turns, ratings=0.3 if setting.fault == "flattery" else 0.05)
-    if setting.fault == "sybils":
+    if setting.fault == "sybils" or setting.keys:
         signals = faults.praising(turns, signals, crooked_A[turns.account_N])
     elif setting.fault == "lone-voter":
         signals = faults.voted(turns, signals)
@@ -123,7 +134,7 @@ def gains(window: Window, log: WindowLog, setting: Setting) -> np.ndarray:
     """Weight times advantage of each turn by the live loop's own filters, labels and estimate; 0 for a turn that is
     not trained on. float64 [N]."""
     turns = window.turns
-    accounts = [f"a{account}" for account in range(window.population.size)]
+    new_A = window.crooked_A & (setting.fault == "sybils")
     old = nanoseconds(0, -_OLD * 86_400)
     rows = WindowRows(
         number=window.number,
@@ -135,7 +146,7 @@ def gains(window: Window, log: WindowLog, setting: Setting) -> np.ndarray:
         suggestions=log.suggestions,
         signals=log.signals,
         forgotten=frozenset(),
-        since={name: nanoseconds(0, 0) if window.crooked_A[n] else old for n, name in enumerate(accounts)},
+        since={name: nanoseconds(0, 0) if new else old for name, new in zip(window.vouchers, new_A, strict=True)},
     )
     kinds = [(f"kind {cell}", frozenset({(0, bytes([cell]))})) for cell in range(CELLS + 1)]
     features = {
@@ -153,8 +164,9 @@ def replaced_gains(rng: np.random.Generator, window: Window, log: WindowLog, set
     at = np.flatnonzero(population.consent_A[turns.account_N] & (weight_N > 0))
     at = at[first_of(turns.account_N[at], rng.permutation(len(at)), config.per_account)]
     account_N = turns.account_N[at]
+    shares = config.account_share, config.organisation_share, config.tenant_share
     weight = shares_capped(
-        weight_N[at], account_N, population.organisation_A[account_N], config.account_share, config.organisation_share
+        weight_N[at], account_N, population.organisation_A[account_N], np.zeros(len(at), np.int64), *shares
     )
     cell_N = turns.cell_N[at] * 4 + np.minimum(turns.sequence_N[at], 3)
     out = np.zeros(len(turns.account_N))

@@ -10,10 +10,9 @@ import pytest
 
 from etude.evals.sequential import (
     accounts_per_arm,
-    alpha_of_version,
-    defended_margin,
+    alpha_of_slot,
     log_evidence,
-    paired_score,
+    mixture_evidence,
     plan_looks,
     ratio_p_value,
     sequence_reach,
@@ -95,29 +94,6 @@ def test_a_confidence_sequence_holds_at_all_counts_at_once() -> None:
     assert sequence_reach(1.0, 1) == math.inf
 
 
-@pytest.mark.parametrize(("new", "old", "tasks", "margin"), [(10, 10, 247, 0.05), (3, 12, 100, 0.1), (0, 4, 60, 0.15)])
-def test_paired_score_uses_the_likeliest_rates(new: int, old: int, tasks: int, margin: float) -> None:
-    """The constrained maximum likelihood, found numerically: passed by the old alone q, by the new alone q - margin."""
-    q = np.linspace(margin + 1e-9, (1 + margin) / 2 - 1e-9, 2_000_001)
-    likelihood = old * np.log(q) + (tasks - new - old) * np.log(1 - 2 * q + margin)
-    likelihood = likelihood + (new * np.log(q - margin) if new else 0.0)
-    best = q[likelihood.argmax()]
-    variance = tasks * (best + (best - margin) - margin**2)
-    z = (new - old + tasks * margin) / math.sqrt(variance)
-    assert paired_score(new, old, tasks, margin) == pytest.approx(z, rel=1e-4)  # the grid's step
-
-
-def test_a_worse_version_is_rarely_called_no_worse() -> None:
-    generator, tasks, margin = np.random.default_rng(4), 400, 0.05
-    draws = generator.multinomial(tasks, (0.05, 0.10, 0.85), size=4000)  # worse by the margin
-    promoted = np.mean([paired_score(int(a), int(b), tasks, margin) > 1.645 for a, b, _ in draws])
-    assert promoted <= 0.06  # 5 % and three standard errors
-    assert defended_margin(1546, 0.1) == pytest.approx(0.02, rel=1e-3)
-    equal = generator.multinomial(1546, (0.05, 0.05, 0.9), size=2000)
-    kept = np.mean([paired_score(int(a), int(b), 1546, 0.02) > 1.645 for a, b, _ in equal])
-    assert kept == pytest.approx(0.8, abs=0.04)
-
-
 def test_sizes_of_arms() -> None:
     assert ratio_p_value((510, 490), (1, 1)) == pytest.approx(math.erfc(math.sqrt(0.2)), rel=1e-12)
     assert ratio_p_value((40, 30, 30), (1, 1, 1)) == pytest.approx(math.exp(-1.0), rel=1e-12)
@@ -129,6 +105,17 @@ def test_sizes_of_arms() -> None:
 
 def test_sizes_of_samples() -> None:
     assert accounts_per_arm(0.5, 0.05, plan_looks((1.0,))) == 1562  # 1,566 by the pooled variance
-    assert sum(alpha_of_version(k) for k in range(1, 100_000)) == pytest.approx(0.05, rel=1e-4)
+    assert sum(alpha_of_slot(k) for k in range(1, 100_000)) == pytest.approx(0.05, rel=1e-4)
     with pytest.raises(ValueError, match="between 0 and 1"):
         accounts_per_arm(0.98, 0.05, plan_looks((1.0,)))
+
+
+def test_the_evidence_of_the_mixture_is_that_of_the_sequence_and_rarely_reaches_its_bound() -> None:
+    """Where the confidence sequence just leaves 0, the e-value is 1/alpha; and over 2,000 sums of equal steps it ever
+    reaches 1/alpha in at most alpha of them."""
+    reach = sequence_reach(1.0, 400, alpha=0.01, tightest=100)
+    assert math.exp(-mixture_evidence(reach * 20.0, 400)) == pytest.approx(0.01, rel=1e-9)
+    sums = np.random.default_rng(7).normal(size=(2000, 300)).cumsum(1) / np.sqrt(np.arange(1, 301))
+    counts = np.arange(1, 301) * np.array(0.04)
+    evidence = 0.5 * (sums**2 * counts / (counts + 1) - np.log1p(counts))
+    assert (evidence.max(1) >= math.log(20)).mean() <= 0.05

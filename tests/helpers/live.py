@@ -23,7 +23,8 @@ from etude.config import LiveConfig, validate
 from etude.live.gateway.gateway import Gateway
 from etude.live.log.accounts import Accounts, open_blobs, open_log, unseal
 from etude.live.log.records import LivePolicy
-from etude.live.log.tenants import create_key, set_policy
+from etude.live.log.tenants import create_key, digest_of, set_policy
+from etude.live.log.users import signature_of
 from etude.protocol import TURN_HEADER
 from etude.protocol.access import LOOPBACK
 from etude.protocol.serving import server_config
@@ -44,6 +45,20 @@ def new_key(config: LiveConfig, tenant: str = "acme", **policy: Any) -> str:
     set_policy(engine, tenant, LivePolicy(**{"requests_per_minute": 10**6} | policy))
     engine.dispose()
     return key
+
+
+def new_proxy(config: LiveConfig, tenant: str = "acme", **policy: Any) -> tuple[str, str]:
+    """A proxy's key of a tenant with this policy, and its secret."""
+    engine = open_log(Path(config.folder), config.database)
+    key = create_key(engine, tenant, f"proxy-{tenant}", proxy=True)
+    set_policy(engine, tenant, LivePolicy(**{"requests_per_minute": 10**6} | policy))
+    engine.dispose()
+    return key, Accounts(Path(config.folder)).proxy_secret(digest_of(key))
+
+
+def signed(secret: str, name: str) -> dict[str, str]:
+    """The headers of a user whose name a proxy signs."""
+    return {"x-etude-user": name, "x-etude-user-signature": signature_of(secret, name)}
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def new_session(**fields: Any) -> Session:
         "propensity": 1.0,
         "opened": 0,
     }
-    return Session(**values | fields)
+    return Session(**{"voucher": fields["account"]} | values | fields)
 
 
 def new_turn(session: str, **fields: Any) -> ServedTurn:

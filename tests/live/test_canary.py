@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from benchmarks.live_gate import QUICK_STAGES, Population, joined, pairs_to_stop, release
+from benchmarks.live_names import firm_equal, firm_harm, names_mask, names_veto
 
 from etude.config.live import CanaryConfig
 from etude.evals.sequential import ratio_evidence
-from etude.live.release.canary import GUARDRAILS, CanaryTrial, TallyRow, Verdict, decide, holdback_lift, tallies_of
+from etude.live.release.canary import GUARDRAILS, CanaryTrial, TallyRow, Verdict, decide, tallies_of
+from etude.live.release.contrast import holdback_lift
 
 MINUTE = 60 * 10**9
 FEW = CanaryConfig(stages=(0.5, 1.0), minutes=20, least=4, hours=2, holdback=0.0, slot_minutes=10)
@@ -28,7 +30,7 @@ def rows(slots: int = 2, accounts: int = 8, **canary: float) -> list[TallyRow]:
 
 
 def verdict(rows: list[TallyRow], minutes: float, options: CanaryConfig = FEW, share: float = 0.5):
-    return decide(options, 0.0, CanaryTrial(1, share, 0, 0), tallies_of(rows), round(minutes * MINUTE))
+    return decide(options, 0.0, CanaryTrial(share, 0, 0), tallies_of(rows), round(minutes * MINUTE))
 
 
 def test_guardrails_share_all_of_alpha() -> None:
@@ -56,7 +58,7 @@ def test_a_feedback_route_that_is_silent_for_both_arms_lets_nothing_pass() -> No
 
 def test_what_has_not_matured_does_not_count() -> None:
     tallies = tallies_of(rows())
-    trial = CanaryTrial(1, 0.5, 0, 0)
+    trial = CanaryTrial(0.5, 0, 0)
     assert decide(FEW, 600.0, trial, tallies, 20 * MINUTE).accounts == 8  # the first slot has matured
     assert decide(FEW, 1200.0, trial, tallies, 20 * MINUTE).accounts == 0
 
@@ -201,3 +203,28 @@ def holdback_slot(generator: np.random.Generator, slot: int, usual_A: np.ndarray
         cell_N=np.zeros(200, int),
         values=values,
     )
+
+
+def test_a_firm_of_500_accounts_releases_an_equal_version_and_stops_harm() -> None:
+    assert [firm_equal(seed) for seed in range(2)] == [1.0, 1.0]
+    assert [firm_harm(seed) for seed in range(3)] == [1.0, 1.0, 1.0]
+
+
+def test_invented_names_neither_mask_harm_nor_veto() -> None:
+    """Of one key, and of five; each name taken for an account stops a version that is equal."""
+    assert [names_mask(seed, keys) for seed in range(3) for keys in (1, 5)] == [0.0] * 6
+    assert [names_veto(3, keys) for keys in (5, 0)] == [0.0, 1.0]
+
+
+def test_what_is_shown_neither_better_nor_no_worse_is_offered_to_a_person() -> None:
+    """Ten accounts of each arm, after `canary.hours` the margin that was shown is told."""
+    few = FEW.model_copy(update={"margin": 0.01})
+    mixed = [
+        row._replace(total=float(int(row.account.split("-")[1]) % 3)) if row.name == "survived" else row
+        for row in rows(slots=3, accounts=10)
+    ]
+    assert verdict(mixed, 30, few).verdict is Verdict.HOLD
+    late = verdict(mixed, 120, few)
+    assert late.verdict is Verdict.OFFER
+    assert late.lift is not None
+    assert f"fewer by {100 * late.lift.worst:.1f} points, at most 1 points are wanted, after 2 hours" in late.reason

@@ -20,7 +20,7 @@ from etude.live.log.accounts import open_log
 from etude.live.simulate import clients
 from etude.live.simulate.users import draw_population
 from tests.helpers.http_apps import answering
-from tests.helpers.live import live_config, new_key, running_gateway
+from tests.helpers.live import live_config, new_proxy, running_gateway
 
 SOURCE = '''
 def clamp(x, low, high):
@@ -95,10 +95,10 @@ def test_users_tell_the_gateway_what_became_of_their_edits(tmp_path: Path, libra
     asked, _ = clients.requests(library, 1, 0.5)
     with answering(mending(asked)) as url:
         config = live_config(tmp_path, url)
-        key = new_key(config)
+        key, secret = new_proxy(config)
         people = draw_population(np.random.default_rng(1), 20)
         with running_gateway(config) as (_, at):
-            users = clients.Users(at, key, people, asked, 0.2, np.random.default_rng(2), at_once=4)
+            users = clients.Users(at, key, secret, people, asked, 0.2, np.random.default_rng(2), at_once=4)
             users.use(30)
     assert [turn.error for turn in users.turns if turn.error] == []
     assert users.lost == 0
@@ -125,6 +125,8 @@ def test_users_tell_the_gateway_what_became_of_their_edits(tmp_path: Path, libra
 def test_users_of_a_gateway_that_is_away_end(library: Path) -> None:
     asked, _ = clients.requests(library, 1, 0.5)
     people = draw_population(np.random.default_rng(1), 20)
-    users = clients.Users("http://127.0.0.1:9", "key", people, asked, 0.2, np.random.default_rng(2), at_once=2)
+    users = clients.Users(
+        "http://127.0.0.1:9", "key", "secret", people, asked, 0.2, np.random.default_rng(2), at_once=2
+    )
     users.use(4)
-    assert all(turn.release == -1 and turn.error.startswith("APIConnectionError") for turn in users.turns)
+    assert all(turn.turn == "" and turn.error.startswith("APIConnectionError") for turn in users.turns)

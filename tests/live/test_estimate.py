@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from etude.live.learn.estimate import age_weights, baselines, covered, first_of, shares_capped, trimmed_means
 
+NONE = np.zeros(2000, np.int64)
+"""Turns of one tenant."""
 CLOSE = {"rel": 1e-9, "abs": 1e-12}  # sums of at most 4,000 float64 in another order
 
 
@@ -34,7 +36,7 @@ def test_no_account_and_no_organisation_has_more_than_its_share(seed: int):
     account = rng.choice(300, 2000, p=(p := np.arange(1, 301) ** -1.5) / p.sum())
     organisation = np.where(account < 280, account % 40, -1)
     weight = rng.exponential(1.0, 2000) ** 3
-    capped = shares_capped(weight, account, organisation, 0.02, 0.05)
+    capped = shares_capped(weight, account, organisation, NONE[:2000], 0.02, 0.05, 0.25)
     assert capped.mean() == pytest.approx(1.0, **CLOSE)
     assert _largest(capped, account) <= 0.02 * (1 + 1e-6)
     inside = organisation >= 0
@@ -50,18 +52,26 @@ def test_no_account_and_no_organisation_has_more_than_its_share(seed: int):
 def test_weights_within_the_bounds_stay_as_they_are():
     weight = np.array([1.0, 2.0, 1.5, 1.5] * 50)
     account = np.arange(200)
-    assert shares_capped(weight, account, np.full(200, -1), 0.02, 0.05) == pytest.approx(weight / 1.5, **CLOSE)
+    assert shares_capped(weight, account, np.full(200, -1), NONE[:200], 0.02, 0.05, 0.25) == pytest.approx(
+        weight / 1.5, **CLOSE
+    )
 
 
 def test_too_few_accounts_for_the_bound_are_equal():
-    capped = shares_capped(np.array([1.0, 9.0, 2.0, 2.0]), np.array([0, 1, 2, 2]), np.full(4, -1), 0.01, 0.05)
+    capped = shares_capped(
+        np.array([1.0, 9.0, 2.0, 2.0]), np.array([0, 1, 2, 2]), np.full(4, -1), NONE[:4], 0.01, 0.05, 0.25
+    )
     assert capped == pytest.approx([4 / 3, 4 / 3, 2 / 3, 2 / 3], **CLOSE)
-    assert shares_capped(np.zeros(3), np.arange(3), np.full(3, -1), 0.1, 0.1).tolist() == [0.0, 0.0, 0.0]
+    assert shares_capped(np.zeros(3), np.arange(3), np.full(3, -1), NONE[:3], 0.1, 0.1, 0.25).tolist() == [
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_an_account_stays_bounded_where_its_organisation_cannot_be():
     account, organisation = np.arange(101), np.r_[0, np.ones(100, int)]
-    capped = shares_capped(np.ones(101), account, organisation, 0.01, 0.05)
+    capped = shares_capped(np.ones(101), account, organisation, NONE[:101], 0.01, 0.05, 0.25)
     assert _largest(capped, account) <= 0.01 * (1 + 1e-9)
 
 
@@ -111,10 +121,10 @@ def test_ratings_count_where_enough_accounts_rated_similar_prompts():
     cluster = np.array([0] * 25 + [1] * 25 + [2])
     account = np.array([*range(25), *([1] * 25), 3])
     rated = np.ones(51, bool)
-    assert covered(cluster, account, rated, 20).tolist() == [True] * 25 + [False] * 26
+    assert covered(cluster, account, NONE[: len(rated)], rated, 20).tolist() == [True] * 25 + [False] * 26
     rated[:6] = False  # 19 are left
-    assert not covered(cluster, account, rated, 20).any()
-    assert covered(np.zeros(0, int), np.zeros(0, int), np.zeros(0, bool), 20).tolist() == []
+    assert not covered(cluster, account, NONE[: len(rated)], rated, 20).any()
+    assert covered(NONE[:0], NONE[:0], NONE[:0], np.zeros(0, bool), 20).tolist() == []
 
 
 def _sybils(share: float, times: float, seed: int) -> dict[str, float]:
@@ -149,3 +159,23 @@ def test_each_defence_takes_the_mean_of_votes_closer_to_that_of_the_honest():
         few = _sybils(0.01, 50.0, seed)
         assert few["raw"] > -0.3
         assert few["cap"] == pytest.approx(-0.57, abs=0.04)
+
+
+def test_a_tenant_with_few_accounts_has_no_more_than_its_share() -> None:
+    """A tenant of 40 names, each of which weighs ten times as much as an account of the other tenants."""
+    account, none = np.arange(140), np.full(140, -1)
+    tenant = np.r_[np.zeros(40, int), 1 + np.arange(100) % 4]
+    weight = np.where(tenant == 0, 10.0, 1.0)
+    capped = shares_capped(weight, account, none, tenant, 0.05, 0.05, 0.25)
+    assert capped[tenant == 0].sum() / capped.sum() == pytest.approx(0.25, rel=1e-6)
+    most = np.r_[np.zeros(100, int), 1 + np.arange(40)]  # most accounts are its own: it is not cut for the others' gain
+    assert shares_capped(np.ones(140), account, none, most, 0.05, 0.05, 0.25) == pytest.approx(np.ones(140), **CLOSE)
+    two = np.repeat([0, 1], 70)  # too few tenants for the bound
+    assert shares_capped(np.ones(140), account, none, two, 0.05, 0.05, 0.25) == pytest.approx(np.ones(140), **CLOSE)
+
+
+def test_a_tenant_of_few_accounts_alone_covers_no_ratings() -> None:
+    account, rated = np.arange(60), np.arange(60) < 25
+    cluster, small = NONE[:60], np.where(np.arange(60) < 25, 1, 0)
+    assert not covered(cluster, account, small, rated, 20).any()
+    assert covered(cluster, account, 1 - np.where(np.arange(60) < 45, 1, 0), rated, 20).sum() == 25

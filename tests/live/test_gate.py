@@ -13,7 +13,7 @@ from benchmarks.live_gate import false_promotions
 
 from etude.config import EngineConfig, RolloutConfig, find_model
 from etude.errors import UserError
-from etude.evals.sequential import defended_margin
+from etude.evals.paired import defended_margin
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, TaskResult
 from etude.live.log import journal
@@ -35,6 +35,7 @@ from etude.weights.publisher import Publisher
 from etude.weights.signature import generate_key, read_private_key
 from tests.helpers.followers import Site, site
 from tests.helpers.live_story import new_session, new_turn
+from tests.helpers.mixtures import widened
 from tests.helpers.small_tensors import nudged, tensors
 
 TINY = Path(__file__).parents[1] / "tasks/data/tiny"
@@ -70,7 +71,7 @@ def replayed(*_: object) -> GatePart:
 def two(tmp_path: Path):
     key = tmp_path / "key"
     generate_key(key)
-    gate = {"suites": [str(TINY)], "margin": 0.4, "samples": 4}  # one held-out task
+    gate = {"suites": [str(widened(tmp_path / "suite" / "tiny", 12))], "margin": 0.4, "samples": 4}
     with site(tmp_path, signing_key=str(key), gate=gate) as made:
         yield made
 
@@ -130,7 +131,7 @@ def test_a_worse_version_is_refused_and_cannot_be_released(two: Site) -> None:
 
 
 def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_anchor(two: Site) -> None:
-    shares, tasks, of = (1.0, 0.68, 0.36, 0.1), 200, FIRST
+    shares, tasks, of = (1.0, 0.74, 0.48, 0.22), 200, FIRST
     plays = {n: play([(k < share * tasks,) for k in range(tasks)]) for n, share in enumerate(shares, 1)}
     failed = []
     for version in range(4):
@@ -153,10 +154,10 @@ def test_a_margin_that_the_suite_cannot_defend_is_refused_before_anything_is_pla
         out(made)
         found = published(made, 1, nudged(FIRST, 2))
         said: list[str] = []
-        why = r"cannot defend gate.margin = 0.05: 1 tasks with 1 samples defend 0.787; take that margin"
+        why = r"cannot defend gate.margin = 0.05: 1 tasks of 1 functions, 1 samples each, defend 1; take"
         with pytest.raises(UserError, match=why):
             play_gate(made.site, found, no_play, replayed, said.append)
-        assert said == ["tiny: 1 tasks, 1 samples each, defend a margin of 78.6 points"]
+        assert said == ["tiny: 1 tasks of 1 functions, 1 samples each, defend a margin of 100.0 points"]
         assert len(made.site.read().states) == 1
 
 
@@ -228,13 +229,13 @@ def test_false_promotion_of_a_version_worse_by_the_margin() -> None:
 
 @pytest.mark.slow
 def test_false_promotion_with_several_samples() -> None:
-    """As above; tasks of one function are alike, and the bootstrap is one-sided over functions."""
+    """As above; tasks of one function are alike."""
     assert false_promotions(np.random.default_rng(22), 400, samples=4) <= 28 / 400
 
 
 def test_an_equal_version_passes_at_the_margin_that_the_suite_defends() -> None:
     """With probability 80 %: of 100, 68 or fewer have a probability below 1 in 200."""
-    margin = defended_margin(250, 0.1)
+    margin = defended_margin([2] * 125, 0.1)
     assert false_promotions(np.random.default_rng(23), 100, samples=1, margin=margin, worse=0.0) > 0.68
 
 
@@ -290,7 +291,10 @@ def consented(made: Site, request: str, number: int) -> None:
 @pytest.mark.release
 def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path) -> None:
     """Weights that moved by about a unit in the last place pass; weights with noise are refused by what they answer."""
-    with site(tmp_path, gate={"suites": [str(TINY)], "margin": 0.8, "cost": 3.0, "replay": 8}) as made:
+    with site(
+        tmp_path,
+        gate={"suites": [str(widened(tmp_path / "suite" / "tiny", 12))], "margin": 0.8, "cost": 3.0, "replay": 8},
+    ) as made:
         nano = find_model("nano")
         store = open_store(str(made.trained))
         publish_folder(store, nano)

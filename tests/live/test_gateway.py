@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import msgspec
@@ -40,9 +43,10 @@ from etude.live.log.records import (
     ulid,
 )
 from etude.live.log.tenants import create_key, revoke_key, set_policy
+from etude.live.log.users import person_of
 from etude.protocol.wire import ServedTokens
 from tests.helpers.http_apps import answering
-from tests.helpers.live import bytes_below, client, live_config, new_key, running_gateway
+from tests.helpers.live import bytes_below, client, live_config, new_key, new_proxy, running_gateway, signed
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "keep me"}]}
 ODD = b'{ "id":1,\n"choices" : [ ],"\xc3\xa9":"\\u00e9", "n": 1.0e2}\n'  # no writer of JSON would write it so
@@ -136,12 +140,12 @@ def test_answers_pass_byte_for_byte_and_streams_as_they_come(tmp_path, upstream,
             assert (asked, sent) == (path.partition("?")[0], body)
             assert headers["anthropic-beta"] == "b"
             assert not {"authorization", "cookie", "x-etude-user", "x-etude-turn"} & headers.keys()
-            assert (answer.headers["x-etude-version"], answer.headers["x-etude-recorded"]) == ("0/4", "false")
+            assert answer.headers["x-etude-recorded"] == "false"
+            assert "x-etude-version" not in answer.headers, "no client is told its arm"
             assert len(answer.headers["x-etude-generation"]) == 26
         assert http.get("/v1/models").json()["data"] == [{"id": "own-name"}]
         whole = b""
         with http.stream("POST", "/v1/chat/completions", json={"stream": True}) as stream:
-            assert stream.headers["x-etude-version"] == "0/4"
             for part in stream.iter_raw():
                 whole += part
                 if whole == PARTS[0]:  # the rest has not been sent yet
@@ -149,7 +153,7 @@ def test_answers_pass_byte_for_byte_and_streams_as_they_come(tmp_path, upstream,
         assert whole == b"".join(PARTS)
         until(lambda: not gateway.queue.waiting)
     requests = {row["count"] for row in rows(config, schema.tallies) if row["name"] == "requests"}
-    assert requests == {3, 1}, "of the user u, and of the key: count_tokens is no turn"
+    assert requests == {4}, "of the key, whatever users it names: count_tokens is no turn"
 
 
 def test_without_consent_nothing_of_a_request_is_kept(tmp_path, database, upstream, url):
@@ -379,7 +383,7 @@ def test_arms_are_sticky_and_a_rollback_ends_the_canary(tmp_path, upstream, url,
             }
         ]
         config = live_config(tmp_path, clusters=clusters, canary={"holdback": 0.0})
-        key, engine = new_key(config), open_log(tmp_path / "live", None)
+        (key, secret), engine = new_proxy(config), open_log(tmp_path / "live", None)
 
         def stage(release, sequence, stage, share):
             event = ReleaseEvent(
@@ -397,29 +401,33 @@ def test_arms_are_sticky_and_a_rollback_ends_the_canary(tmp_path, upstream, url,
         if released:
             stage(1, 1, ReleaseStage.RELEASED, 1.0)
         stage(2, 1, ReleaseStage.CANARY, 0.5)
-        control = f"{released}/4"
 
         def asked(http):
-            told = {}
+            turns = {}
             for n in range(12):
-                answer = http.post(
-                    "/v1/messages", json=CHAT, headers={"x-etude-user": f"u{n}", "x-etude-consent": "train"}
-                )
-                told[n] = answer.headers["x-etude-version"]
-            return told
+                headers = {**signed(secret, f"u{n}"), "x-etude-consent": "train"}
+                turns[n] = http.post("/v1/messages", json=CHAT, headers=headers).headers["x-etude-generation"]
+            until(lambda: {row["id"] for row in rows(config, schema.turns)} >= set(turns.values()))
+            by_turn = {row["id"]: row["release"] for row in rows(config, schema.turns)}
+            return {n: by_turn[turn] for n, turn in turns.items()}
 
         with running_gateway(config) as (_, at), client(at, key) as http:
             first = asked(http)
-            assert set(first.values()) == {control, "2/9"}
+            assert set(first.values()) == {released, 2}
             assert asked(http) == first
-            new.status = 503  # the canary's server: the control's answers, which is an error of the canary
-            assert set(asked(http).values()) == {control}
+            new.status = 503  # the canary's server is busy: the control's answers, which says nothing of the canary
+            assert set(asked(http).values()) == {released}
             new.status = 200
             stage(2, 2, ReleaseStage.ROLLED_BACK, 0.0)
-            until(lambda: set(asked(http).values()) == {control}, 5.0)
+            until(lambda: set(asked(http).values()) == {released}, 5.0)
         engine.dispose()
-    errors = [row["arm"] for row in rows(config, schema.tallies) if row["name"] == "errors"]
-    assert errors == ["canary"] * sum(version == "2/9" for version in first.values())
+    counters = rows(config, schema.tallies)
+    assert not [row for row in counters if row["name"] in ("errors", "strays")]
+    of_canary = [row for row in counters if row["arm"] == "canary" and row["name"] == "requests"]
+    of_each = Counter(release for release in first.values() if release == 2)[2]
+    by_release = {n: sum(row["count"] for row in of_canary if row["release"] == n) for n in (2, released)}
+    assert by_release[2] >= 2 * of_each
+    assert by_release[released] == of_each
     assert {row["release"] for row in rows(config, schema.turns)} == {released, 2}
     sessions = rows(config, schema.sessions)
     assert {(row["arm"], row["release"], row["propensity"]) for row in sessions} == {
@@ -732,3 +740,100 @@ def test_wrong_words_name_their_own_help_and_missing_stores_are_told(tmp_path, c
     told = live_gateway.missing_stores(config)
     assert told == {str(tmp_path / "empty"): "holds no version", str(tmp_path / "none"): "is not there"}
     assert not (tmp_path / "none").exists()
+
+
+# Who is who -----------------------------------------------------------------------------------------------------------
+
+
+def sessions_of(tmp_path, url, send) -> list[dict[str, Any]]:
+    """The sessions that requests leave in the log: `send` makes them with a client of a key, and of a proxy's."""
+    config = live_config(tmp_path, url)
+    key, (proxy, secret) = new_key(config, consent=True), new_proxy(config, consent=True)
+    with running_gateway(config) as (_, at), client(at, key) as own, client(at, proxy) as firm:
+        send(own, firm, secret)
+    return rows(config, schema.sessions)
+
+
+def test_names_that_a_key_invents_are_one_account_and_signed_names_are_accounts(tmp_path, url):
+    def send(own, firm, secret):
+        for n in range(20):
+            assert own.post("/v1/messages", json=CHAT | {"user": f"u{n}"}).status_code == 200
+            assert firm.post("/v1/messages", json=CHAT, headers=signed(secret, f"u{n}")).status_code == 200
+        firm.post("/v1/messages", json=CHAT, headers={"x-etude-user": "unsigned"})
+        firm.post("/v1/messages", json=CHAT)
+
+    sessions = sessions_of(tmp_path, url, send)
+    names = Counter(row["account"] for row in sessions)
+    assert len(names) == 22
+    assert sorted(names.values())[-20:] == [2] * 20, "a name is the same user with any key of the tenant"
+    counts = Counter(row["voucher"] for row in sessions)
+    assert sorted(counts.values()) == [1] * 20 + [2, 20]
+    by_voucher = {voucher: {row["arm"] for row in sessions if row["voucher"] == voucher} for voucher in counts}
+    assert all(len(arms) == 1 for arms in by_voucher.values())
+
+
+def test_a_wrong_signature_is_refused_and_a_key_without_a_proxy_signs_nothing(tmp_path, url):
+    def send(own, firm, secret):
+        right = signed(secret, "ann")
+        assert right["x-etude-user-signature"] == hmac.new(secret.encode(), b"ann", "sha256").hexdigest()
+        for headers in (right | {"x-etude-user": "bob"}, {"x-etude-user-signature": "0" * 64}, signed("ets_0", "ann")):
+            assert firm.post("/v1/messages", json=CHAT, headers=headers).status_code == 401
+        assert own.post("/v1/messages", json=CHAT, headers=right).status_code == 401
+        assert firm.post("/v1/messages", json=CHAT, headers=right).status_code == 200
+
+    assert len(sessions_of(tmp_path, url, send)) == 1
+
+
+HASH, SESSIONS = "5dd07c33" * 8, ("d2e70091-3007-41a3-a916-cb8b0d3098de", "54c1eb09-bc4c-4d2f-98eb-6d2ab2d5e2fe")
+
+
+@pytest.mark.parametrize(
+    ("user", "person"),
+    [
+        (f"user_{HASH}_account__session_%s", f"user_{HASH}_account_"),
+        (f"user_{HASH}_account_11111111-2222-3333-4444-555555555555_session_%s", None),
+        ('{"device_id":"d1","account_uuid":"","session_id":"%s"}', "device d1"),
+        ('{"device_id":"d1","account_uuid":"a1","session_id":"%s"}', "account a1, device d1"),
+        ('{"session_id":"%s"}', ""),
+    ],
+)
+def test_agents_that_put_their_session_into_the_user_are_known_by_their_person(tmp_path, url, user, person):
+    """Claude Code's two forms, and an agent that sends a session alone: one user, and a session for each."""
+    assert {person_of(user % session)[1] for session in SESSIONS} == set(SESSIONS)
+    if person is not None:
+        assert {person_of(user % session)[0] for session in SESSIONS} == {person}
+
+    def send(own, firm, secret):
+        for session in (*SESSIONS, SESSIONS[0]):
+            own.post("/v1/messages", json=CHAT | {"metadata": {"user_id": user % session}})
+
+    found = sessions_of(tmp_path, url, send)
+    assert (len(found), len({row["account"] for row in found})) == (2, 1)
+
+
+def test_a_user_is_forgotten_by_any_of_the_names_of_its_sessions(tmp_path):
+    accounts = Accounts(tmp_path / "live")
+    one, other = (accounts.name("acme", f"user_{HASH}_account__session_{session}") for session in SESSIONS)
+    assert one == other
+    assert accounts.name("acme", '{"session_id": 1}') != accounts.name("acme", "{")
+    assert person_of('{"a": 1}') == ('{"a": 1}', "")
+
+
+def test_a_canary_whose_server_is_away_fails_by_its_strays(tmp_path, upstream, url):
+    """The control answers in its place; what it answers is no counter of the release on trial."""
+    dead = "http://127.0.0.1:9"
+    arms = {"canary_urls": [dead], "canary_store": str(tmp_path / "c")}
+    config = live_config(tmp_path, clusters=[{"name": "a", "urls": [url], "store": str(tmp_path), **arms}],
+                         canary={"holdback": 0.0})  # fmt: skip
+    key, engine = new_key(config), open_log(tmp_path / "live", None)
+    unset = {"parent": None, "anchor": None, "report": None, "window": None}
+    event = {"sequence": 0, "stage": ReleaseStage.CANARY, "share": 0.99999, "reason": "", "decided_by": "t", "at": 1}
+    with engine.begin() as connection:
+        journal.add(connection, [Release(number=2, store="s", version=9, manifest="m", at=1, **unset)])
+        journal.add(connection, [ReleaseEvent(release=2, **event)])
+    engine.dispose()
+    with running_gateway(config) as (_, at), client(at, key) as http:
+        assert http.post("/v1/messages", json=CHAT).status_code == 200
+    counted = {(row["name"], row["release"]) for row in rows(config, schema.tallies) if row["arm"] == "canary"}
+    assert {("strays", 2), ("requests", 0), ("seconds", 0)} <= counted
+    assert ("requests", 2) not in counted

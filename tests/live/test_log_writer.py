@@ -129,7 +129,7 @@ def test_counters_count_a_turn_once_under_its_own_arm(live):
     entry, unrecorded = live.turn(), ulid()
     account = live.accounts.name("acme", "silent")
     live.queue.append(entry)
-    live.queue.append(ServedEntry(unrecorded, Key(3, Arm.CONTROL, account, "acme")))
+    live.queue.append(ServedEntry(unrecorded, Key(3, Arm.CONTROL, "voucher", "acme"), account))
     edits = [
         SuggestionEntry(
             "acme",

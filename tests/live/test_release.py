@@ -49,14 +49,15 @@ def two(tmp_path: Path):
 def use(made: Site, **canary: int) -> None:
     """Sixty accounts of each arm use the model in two slots from now, and these have matured at the return."""
     slot = round(0.0005 * 60e9)
-    first = -(-time.time_ns() // slot)
+    first, log = -(-time.time_ns() // slot), made.site.read()
+    trial = log.trial.release.number if log.trial else 1
     rows = []
     for arm in ("control", "canary"):
         counts = {"requests": 4, "edits": 2, "labelled": 2, "applied": 2, "undone": 0}
         counts |= canary if arm == "canary" else {}
         rows += [
             {
-                "release": 1,
+                "release": 1 if arm == "control" else trial,
                 "arm": arm,
                 "account": f"{arm}{number}",
                 "slot": at,
@@ -288,6 +289,7 @@ def test_a_rolled_back_window_names_its_turns_and_accounts(two: Site) -> None:
                 "id": f"s{number}",
                 "tenant": "t",
                 "account": f"a{number}",
+                "voucher": f"a{number}",
                 "organisation": "",
                 "client": "",
                 "consent": "{}",

@@ -23,7 +23,7 @@ UNTRAINED = bandit.probabilities(bandit.first_policy())
 
 def test_the_scenarios_are_those_that_were_judged() -> None:
     """A change of a scenario or a bound changes this digest, and asks for seeds 11-30 to be run again."""
-    assert digest() == "d9a6cea1b76f1f2073422dfcded72add"
+    assert digest() == "f5d5f38d7f9a77944c9e66c47d429f69"
     assert {scenario.name for scenario in SCENARIOS} == set(FIGURES)
 
 

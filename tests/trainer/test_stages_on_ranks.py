@@ -287,8 +287,8 @@ def test_options_that_ranks_cannot_compute_are_refused(options: dict[str, Any], 
 
 
 def test_what_needs_one_rank_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    values = {"model": {"path": tmp_path}, "documents": {"repositories": [tmp_path]}}
     with pytest.raises(ValidationError, match=r"for one rank: drop trainer\.mesh"):
-        values = {"model": {"path": tmp_path}, "documents": {"repositories": [tmp_path]}}
         SftConfig.model_validate(values | {"trainer": {"mesh": {"replicate": 2}}})
     folders(tmp_path)
     case = Case("sft", model="dense")

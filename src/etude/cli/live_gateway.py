@@ -76,15 +76,23 @@ def add_key(parser: argparse.ArgumentParser) -> None:
         action.add_argument("tenant", nargs="?" if what == "list" else None, help="name of the tenant")
         if what != "list":
             action.add_argument("name", help="name of the key, e.g. of a person or a machine")
+        if what == "create":
+            proxy = "the key of a firm's proxy, which signs its users' names; prints its secret, too (docs/live.md)"
+            action.add_argument("--proxy", action="store_true", help=proxy)
 
 
 def run_key(arguments: argparse.Namespace) -> None:
     """Makes, lists or revokes keys. Raises UserError."""
-    from etude.live.log.tenants import create_key, list_keys, revoke_key
+    from etude.live.log.accounts import Accounts
+    from etude.live.log.tenants import create_key, digest_of, list_keys, revoke_key
 
     with opened(arguments.config, make=True) as loop:
         if arguments.what == "create":
-            print(create_key(loop.engine, arguments.tenant, arguments.name), flush=True)
+            key = create_key(loop.engine, arguments.tenant, arguments.name, arguments.proxy)
+            print(key, flush=True)
+            if arguments.proxy:
+                accounts = Accounts(loop.folder).check(loop.engine)
+                print(accounts.proxy_secret(digest_of(key)), flush=True)
             print("running gateways take it within two seconds", file=sys.stderr)
         elif arguments.what == "revoke":
             revoke_key(loop.engine, arguments.tenant, arguments.name)
@@ -92,7 +100,8 @@ def run_key(arguments: argparse.Namespace) -> None:
         else:
             for key in list_keys(loop.engine, arguments.tenant):
                 state = "valid" if key.revoked is None else f"revoked {_day(key.revoked)}"
-                print(f"{key.tenant} {key.name}: created {_day(key.created)}, {state}")
+                signs = ", signs names" if key.proxy else ""
+                print(f"{key.tenant} {key.name}: created {_day(key.created)}, {state}{signs}")
 
 
 def _day(at: int) -> str:

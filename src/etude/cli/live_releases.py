@@ -70,7 +70,7 @@ def _margin(tasks: int, discordant: float, plan: LookPlan) -> float:
         raise UserError(
             f"a suite has tasks, and a share of them differs: got {tasks} tasks and a share of {discordant}"
         )
-    return defended_margin(tasks, discordant, plan.alpha, plan.power)
+    return defended_margin([1] * tasks, discordant, plan.alpha, plan.power)
 
 
 def _smallest_lift(arguments: argparse.Namespace, plan: LookPlan) -> float:

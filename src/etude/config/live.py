@@ -67,6 +67,9 @@ class LabelsConfig(Section):
     per_account: int = option(5, "samples of an account in a window", ge=1)
     account_share: float = option(0.01, "share of the weight that one account has at most", gt=0, le=1)
     organisation_share: float = option(0.05, "share of the weight that one organisation has at most", gt=0, le=1)
+    tenant_share: float = option(
+        0.25, "share that one tenant has at most, unless most accounts are its own", gt=0, le=1
+    )
     trim: float = option(0.1, "share of the weight of a cell left out at either end of its mean", ge=0, lt=0.5)
     age_days: float = option(7.0, "age from which an account weighs in full; a new one weighs a fifth", gt=0)
     coverage: int = option(20, "accounts that must have rated similar prompts before ratings count", ge=1)
@@ -110,9 +113,12 @@ class CanaryConfig(Section):
     minutes: float = option(20.0, "minimum length of a stage", ge=0)
     slot_minutes: float = option(10.0, "length of the slots that accounts are counted in and paired by", gt=0)
     least: int = option(100, "minimum of accounts in the canary before a stage ends", ge=1)
-    hours: float = option(24.0, "time after which a stage with too few accounts ends in a rollback", gt=0)
+    hours: float = option(24.0, "time after which a stage that shows too little ends: a rollback, or a person", gt=0)
+    margin: float = option(
+        0.05, "share of edits by which a version that is not shown better may keep fewer", gt=0, lt=1
+    )
     alpha: float = option(0.01, "probability that an equal version is stopped, over all guardrails", gt=0, lt=0.5)
-    lift_alpha: float = option(0.05, "probability of a false finding that a version is better", gt=0, lt=0.5)
+    lift_alpha: float = option(0.05, "share of false findings among versions that were found better", gt=0, lt=0.5)
     slower: float = option(1.25, "latency as a multiple of the control's from which it is harm", ge=1)
     holdback: float = option(0.02, "share of the accounts that stays on an old release", ge=0, lt=0.5)
     approval: bool = option(False, "a person must approve each stage: `etude live release --approve NAME`")

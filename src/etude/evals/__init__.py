@@ -4,14 +4,15 @@ The room plays episodes through rollout and requests answers from engines. It st
 runs.
 """
 
+from etude.evals.online import PastTest, level_of
+from etude.evals.paired import clustered_score, defended_margin, needed_score
 from etude.evals.readiness import readiness_of
 from etude.evals.sequential import (
     LookPlan,
     accounts_per_arm,
-    alpha_of_version,
-    defended_margin,
+    alpha_of_slot,
     log_evidence,
-    paired_score,
+    mixture_evidence,
     plan_looks,
     ratio_evidence,
     ratio_p_value,

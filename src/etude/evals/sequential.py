@@ -3,7 +3,6 @@
     is it harmful?             log_evidence      a betting e-process; may stop the release at any moment
     is it better?              plan_looks        group-sequential looks, planned before the first account
     does it stay better?       sequence_reach    a confidence sequence, for a holdback that is watched for weeks
-    is it no worse on suites?  paired_score      non-inferiority of paired passes; `defended_margin` by suite size
     is traffic split right?    ratio_evidence    an e-process of the sizes of the arms; `ratio_p_value` for one look
 
 The unit is an account, not a request: requests of one account share an arm, a user and a repository.
@@ -51,10 +50,21 @@ def sequence_reach(deviation: float, count: int, alpha: float = 0.05, tightest: 
     arXiv:2103.06476, theorem 2.2). It is tightest about `tightest` units."""
     if count < 2:
         return math.inf
-    spread = -2.0 * math.log(alpha)
-    rate = (spread + math.log(1.0 + spread)) / tightest
+    rate = _rate(alpha, tightest)
     t = count * rate + 1.0
     return deviation * math.sqrt(2.0 * t / (count**2 * rate) * math.log(math.sqrt(t) / alpha))
+
+
+def mixture_evidence(z: float, units: float, tightest: int = 100) -> float:
+    """Logarithm of an e-value against a mean of 0, from the mean in standard deviations of itself after `units` units:
+    the test whose confidence sequence is `sequence_reach`, for large counts, too (Robbins 1970)."""
+    rate = _rate(0.01, tightest)
+    return 0.5 * (z * z * units * rate / (units * rate + 1.0) - math.log1p(units * rate))
+
+
+def _rate(alpha: float, tightest: int) -> float:
+    spread = -2.0 * math.log(alpha)
+    return (spread + math.log(1.0 + spread)) / tightest
 
 
 @dataclass(frozen=True)
@@ -155,29 +165,6 @@ def accounts_per_arm(base: float, lift: float, plan: LookPlan) -> int:
     return math.ceil(plan.inflation * z**2 * (base * (1 - base) + new * (1 - new)) / lift**2)
 
 
-def paired_score(new_only: int, old_only: int, tasks: int, margin: float) -> float:
-    """z of the score test that the new model's pass rate is at least the old one's minus `margin`, over `tasks` that
-    both tried once: `new_only` passed by the new one alone, `old_only` by the old one alone. Above 1.645 the new model
-    is not inferior, at 5 % (Tango 1998, Statistics in Medicine 17, equations 5 and 6). Raises ValueError."""
-    if min(new_only, old_only) < 0 or new_only + old_only > tasks or tasks < 1 or not 0 <= margin < 1:
-        raise ValueError(f"{new_only} and {old_only} of {tasks} tasks, margin {margin}")
-    shift = -margin
-    a = 2 * tasks
-    b = -new_only - old_only + (2 * tasks - new_only + old_only) * shift
-    c = -old_only * shift * (1 - shift)
-    likeliest = (math.sqrt(b * b - 4 * a * c) - b) / (2 * a)  # share passed by the old model alone, given the margin
-    variance = tasks * (2 * likeliest + shift * (1 - shift))
-    return (new_only - old_only - tasks * shift) / math.sqrt(variance) if variance > 0 else 0.0
-
-
-def defended_margin(tasks: int, discordant: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """The smallest margin that a paired suite of `tasks` tasks can defend. With it, two equal models whose passes
-    differ on the share `discordant` of the tasks are found non-inferior with probability `power`, at one-sided
-    `alpha`."""
-    z = _NORMAL.inv_cdf(1 - alpha) + _NORMAL.inv_cdf(power)
-    return z * math.sqrt(discordant / tasks)
-
-
 def ratio_p_value(counts: Sequence[int], shares: Sequence[float]) -> float:
     """The p-value of a chi-square test that the arms were split by `shares`: the probability of sizes that differ from
     them at least as much as `counts`. Below 0.001 the split is broken, and its other figures are meaningless. Raises
@@ -212,9 +199,9 @@ def ratio_evidence(counts: Sequence[int], shares: Sequence[float]) -> float:
     return evidence
 
 
-def alpha_of_version(number: int, alpha: float = 0.05) -> float:
-    """The share of alpha that the `number`-th version (from 1) may spend, so that all future versions together spend
-    alpha: 6 alpha / (pi k)^2."""
+def alpha_of_slot(number: int, alpha: float = 0.05) -> float:
+    """The share of alpha that the `number`-th slot (from 1) may spend, so that all slots together spend alpha:
+    6 alpha / (pi k)^2."""
     if number < 1:
-        raise ValueError(f"versions count from 1, got {number}")
+        raise ValueError(f"slots count from 1, got {number}")
     return 6.0 * alpha / (math.pi * number) ** 2

@@ -9,7 +9,7 @@ from etude.live.log.records import Arm, LivePolicy, ServedTurn, Session, Signal,
 
 
 class Key(NamedTuple):
-    """The release, arm and account of a counter; an account has one tenant."""
+    """The release and arm of a counter, and the account that is vouched for; an account has one tenant."""
 
     release: int
     arm: Arm
@@ -47,6 +47,7 @@ class ServedEntry:
 
     turn: str
     key: Key
+    account: str  # of the user's name
     answer: str = ""
 
 

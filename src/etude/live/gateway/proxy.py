@@ -122,7 +122,7 @@ class AnswerProxy:
                 raise  # the connection ends before the answer: the client must not take it for complete
             await _refuse(scope, send, e)
         else:
-            self._count(request, failed=answer.status >= 500 or request.strayed is not None)
+            self._count(request, failed=answer.status >= 500)
 
     def _strayed(self, request: TurnRequest, server: Server) -> int | None:
         """The control's release if a server of the control answered, because the servers of the account's arm are
@@ -142,14 +142,14 @@ class AnswerProxy:
             head.append((TURN_HEADER.encode(), request.id.encode()))
         failure: Exception = EOFError("no server")
         deadline = time.monotonic() + self._seconds
-        servers = self._clusters.order(request.assignment.arm, request.account, self._view.stages)
+        servers = self._clusters.order(request.assignment.arm, request.voucher, self._view.stages)
         for number, server in enumerate(servers):
             left = deadline - time.monotonic()
             try:
                 body = self._with_model(request.body, server)
                 answer = await server.ask(scope["method"], path, head, body, left)
             except AWAY as e:
-                failure = e
+                failure, request.deserted = e, True
             else:
                 if answer.status not in _BUSY or number + 1 == len(servers):
                     return answer
@@ -172,7 +172,10 @@ class AnswerProxy:
     def _count(self, request: TurnRequest, failed: bool) -> None:
         if request.dialect is None:
             return
-        key = request.counter_key
+        key = request.turn_key
+        own = self._clusters.of_arm[request.assignment.arm]
+        if request.strayed is not None and (request.deserted or not any(server.healthy for server in own)):
+            self._queue.count(request.counter_key, "strays")
         self._queue.count(key, "requests")
         self._queue.count(key, "seconds", time.monotonic() - request.began)
         if failed:
@@ -181,11 +184,9 @@ class AnswerProxy:
 
 def _returned_headers(request: TurnRequest, answer: UpstreamAnswer) -> Headers:
     """The headers of the server's answer, and the gateway's own."""
-    version = answer.header(WEIGHTS_HEADER.encode()) or str(answer.server.version)
     own = {
         "x-etude-generation": request.id,
         "x-etude-session": request.session,
-        "x-etude-version": f"{request.release}/{version}",
         "x-etude-recorded": str(request.recorded).lower(),
     }
     return [(k, v) for k, v in answer.headers if k not in _NOT_RETURNED] + [

@@ -212,7 +212,7 @@ class RecordQueue:
         self.drop(reason)
         if isinstance(entry, TurnEntry):
             session = entry.session
-            self.count(Key(entry.turn.release, session.arm, session.account, session.tenant), "dropped")
+            self.count(Key(entry.turn.release, session.arm, session.voucher, session.tenant), "dropped")
 
     def _enqueue(self, job: Job) -> bool:
         with self._lock:

@@ -80,7 +80,7 @@ class TurnRecorder:
         if not request.recorded:
             if request.consent.policy == "header":
                 self._queue.withdraw(request.account, request.key.tenant)
-            self._queue.append(ServedEntry(request.id, request.counter_key, request.answer))
+            self._queue.append(ServedEntry(request.id, request.turn_key, request.account, request.answer))
         elif len(self._fetches) >= _MAX_FETCHES or self._fetched_bytes + len(request.body) > _MAX_FETCHED_BYTES:
             self._queue.drop("queue_full")
             self._queue.count(request.counter_key, "dropped")
@@ -145,6 +145,7 @@ class TurnRecorder:
             id=request.session,
             tenant=request.key.tenant,
             account=request.account,
+            voucher=request.voucher,
             organisation=request.organisation,
             client=request.client,
             consent=request.consent,

@@ -18,13 +18,14 @@ from etude.live.log.consent import HEADER as CONSENT
 from etude.live.log.consent import decide
 from etude.live.log.records import Consent, TurnKind, ulid, ulid_of
 from etude.live.log.tenants import ApiKey
+from etude.live.log.users import is_signed, own_name, person_of
 from etude.protocol import Refusal, headers
 
 DIALECTS = {"/v1/chat/completions": "chat", "/v1/responses": "responses", "/v1/messages": "messages"}
 """The dialect of each path whose answers are turns."""
 _IDLE_SECONDS = 1800.0  # of a session without a name
 _MAX_SESSIONS = 100_000
-_FIELD_HEADERS = ("user", "session", "kind", "organisation", "client")  # X-Etude-...
+_FIELD_HEADERS = ("user", "user-signature", "session", "kind", "organisation", "client")  # X-Etude-...
 
 
 class _BodyFields(msgspec.Struct):
@@ -44,6 +45,7 @@ class TurnRequest:
     path: str
     body: bytes
     account: str
+    voucher: str  # the account that the key vouches for
     consent: Consent
     assignment: Assignment
     session: str
@@ -52,6 +54,7 @@ class TurnRequest:
     kind: TurnKind
     began: float = field(default_factory=time.monotonic)
     strayed: int | None = None  # release of the control, if its server answered in place of the account's arm
+    deserted: bool = False  # a server of the account's arm was away: not only busy
     answer: str = ""  # the id in the answer's body, unless it is made of `id`
 
     @property
@@ -71,8 +74,13 @@ class TurnRequest:
 
     @property
     def counter_key(self) -> Key:
-        """The key of the request's counters."""
-        return Key(self.assignment.release, self.assignment.arm, self.account, self.key.tenant)
+        """The key of the counters of the arm's own conduct."""
+        return Key(self.assignment.release, self.assignment.arm, self.voucher, self.key.tenant)
+
+    @property
+    def turn_key(self) -> Key:
+        """The key of the counters of the answer."""
+        return self.counter_key._replace(release=self.release)
 
 
 class RequestReader:
@@ -96,17 +104,20 @@ class RequestReader:
         sent = {name: _sent(scope, name) for name in _FIELD_HEADERS}
         if sent["kind"] not in ("", *TurnKind):
             raise Refusal(400, "X-Etude-Kind is main, side or bot", "kind")
-        user = sent["user"] or (body_user if isinstance(body_user, str) else "") or f"key {key.name}"
+        user = sent["user"] or (body_user if isinstance(body_user, str) else "")
+        user, session = person_of(user)
+        user = user or own_name(key.name)
         account = self._accounts.name(key.tenant, user)
+        voucher = account if self._is_vouched_for(key, sent) else self._accounts.name(key.tenant, own_name(key.name))
         policy = self._view.directory.policies[key.tenant]
         consents, now = list(headers(scope, CONSENT.encode())), time.time_ns()
         consent = decide(policy, ",".join(consents) if consents else None, account in self._view.forgotten, now)
         if not is_readable:
             consent = Consent(policy="unreadable", at=now)
-        assignment = assign(self._accounts, self._view.stages, self._holdback, account)
+        assignment = assign(self._accounts, self._view.stages, self._holdback, voucher)
         agent = next(headers(scope, b"user-agent"), "").partition(" ")[0]
         client = (sent["client"] or agent)[:100]
-        parts = (account, client, assignment.arm.value, str(assignment.release))
+        parts = (account, voucher, client, assignment.arm.value, str(assignment.release))
         organisation = sent["organisation"] and self._accounts.digest("organisation", key.tenant, sent["organisation"])
         return TurnRequest(
             key=key,
@@ -114,13 +125,27 @@ class RequestReader:
             path=scope["path"],
             body=body,
             account=account,
+            voucher=voucher,
             consent=consent,
             assignment=assignment,
-            session=self._session(parts, sent["session"]),
+            session=self._session(parts, sent["session"] or session),
             organisation=organisation,
             client=client,
             kind=TurnKind(sent["kind"] or TurnKind.MAIN),
         )
+
+    def _is_vouched_for(self, key: ApiKey, sent: dict[str, str]) -> bool:
+        """Whether the firm's proxy has signed the name in the header. Raises Refusal for a signature that is wrong."""
+        if not sent["user-signature"]:
+            return False
+        if not key.proxy:
+            message = "this key signs no names: `etude live key create --proxy` makes one that does"
+            raise Refusal(401, message, "user_signature")
+        if not sent["user"] or not is_signed(
+            self._accounts.proxy_secret(key.digest), sent["user"], sent["user-signature"]
+        ):
+            raise Refusal(401, "X-Etude-User-Signature is not that of X-Etude-User with this key", "user_signature")
+        return True
 
     def _session(self, parts: tuple[str, ...], name: str) -> str:
         """The id of the session with the client's name; without a name, requests at most half an hour apart share a

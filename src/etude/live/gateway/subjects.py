@@ -25,9 +25,10 @@ _OUTCOMES = (
 
 
 class Subject(NamedTuple):
-    """The turn or session that a signal refers to, and the key of its counters."""
+    """The turn or session that a signal refers to, the account of its user, and the key of its counters."""
 
     key: Key
+    account: str
     turn: str
     at: int
     recorded: bool  # with content
@@ -53,9 +54,9 @@ def subjects_of(connection: sa.Connection, names: set[str]) -> dict[str, Subject
     for page in _pages(names):
         of_turns = t.join(s, s.c.id == t.c.session)
         of_edits = g.join(of_turns, t.c.id == g.c.turn)
-        by_turn = (t.c.release, s.c.arm, s.c.account, s.c.tenant, t.c.id, t.c.at)
-        by_session = (s.c.release, s.c.arm, s.c.account, s.c.tenant, s.c.id, s.c.opened)
-        unrecorded = (u.c.release, u.c.arm, u.c.account, u.c.tenant, u.c.turn, u.c.at)
+        by_turn = (t.c.release, s.c.arm, s.c.voucher, s.c.tenant, s.c.account, t.c.id, t.c.at)
+        by_session = (s.c.release, s.c.arm, s.c.voucher, s.c.tenant, s.c.account, s.c.id, s.c.opened)
+        unrecorded = (u.c.release, u.c.arm, u.c.voucher, u.c.tenant, u.c.account, u.c.turn, u.c.at)
         queries = (
             sa.select(t.c.id, *by_turn, sa.true(), sa.false()).select_from(of_turns).where(t.c.id.in_(page)),
             sa.select(g.c.id, *by_turn, sa.true(), sa.false()).select_from(of_edits).where(g.c.id.in_(page)),
@@ -63,13 +64,13 @@ def subjects_of(connection: sa.Connection, names: set[str]) -> dict[str, Subject
             sa.select(u.c.turn, *unrecorded, sa.false(), u.c.edited == 1).where(u.c.turn.in_(page)),
         )
         for query in queries:
-            for name, release, arm, account, tenant, turn, at, recorded, edited in connection.execute(query):
-                key = Key(release, Arm(arm), account, tenant)
-                subjects[name] = Subject(key, turn, at, bool(recorded), bool(edited))
+            for name, release, arm, voucher, tenant, account, turn, at, recorded, edited in connection.execute(query):
+                key = Key(release, Arm(arm), voucher, tenant)
+                subjects[name] = Subject(key, account, turn, at, bool(recorded), bool(edited))
     stones, forgotten = schema.tombstones.c.account, set[str]()
-    for page in _pages({subject.key.account for subject in subjects.values()}):
+    for page in _pages({subject.account for subject in subjects.values()}):
         forgotten |= set(connection.scalars(sa.select(stones).where(stones.in_(page))))
-    return {name: subject for name, subject in subjects.items() if subject.key.account not in forgotten}
+    return {name: subject for name, subject in subjects.items() if subject.account not in forgotten}
 
 
 def edited_turns(connection: sa.Connection, turns: set[str]) -> set[str]:

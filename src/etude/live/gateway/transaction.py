@@ -130,10 +130,10 @@ class Transactions:
         if turns:
             journal.add(connection, turns)
         served = group.of(ServedEntry)
-        rows = [{"turn": e.turn, **e.key._asdict(), "edited": 0, "at": group.at + n} for n, e in served]
+        rows = [_served_row(e, group.at + n) for n, e in served]
         self._insert_new(connection, schema.served, rows)
         named = [(e.answer, e.session.tenant, e.turn.id, e.session.account, n) for n, e in kept]
-        named += [(e.answer, e.key.tenant, e.turn, e.key.account, n) for n, e in served]
+        named += [(e.answer, e.key.tenant, e.turn, e.account, n) for n, e in served]
         self._answers(connection, group, named)
         group.statuses |= {number: "recorded" for number, _ in served}
 
@@ -211,12 +211,12 @@ class Transactions:
                         counted.add((subject.turn, name))
                         self._count(group, subject, name, signal.value)
                 fresh.append((number, signal, subject, entry.comment if subject.recorded else None))
-        owners = {subject.key.account: subject.key.tenant for _, _, subject, text in fresh if text is not None}
+        owners = {subject.account: subject.key.tenant for _, _, subject, text in fresh if text is not None}
         keys = self._accounts.keys(connection, owners, group.at)
         rows, blobs = list[Signal](), dict[str, bytes]()
         for number, signal, subject, text in fresh:
             name = None
-            if text is not None and (account := subject.key.account) in keys:
+            if text is not None and (account := subject.account) in keys:
                 name = new_blob(account)
                 blobs[name] = seal(keys[account], text.encode("utf-8", "replace"), name)
             rows.append(msgspec.structs.replace(signal, arrived_at=group.at + number, text=name))
@@ -262,8 +262,14 @@ class Transactions:
         connection.execute(insert.on_conflict_do_update(index_elements=keys, set_=more), rows)
 
 
+def _served_row(entry: ServedEntry, at: int) -> dict[str, Any]:
+    key = entry.key
+    owner = {"tenant": key.tenant, "account": entry.account, "voucher": key.account}
+    return {"turn": entry.turn, **owner, "release": key.release, "arm": key.arm, "edited": 0, "at": at}
+
+
 def _belongs(subject: Subject, tenant: str, account: str) -> bool:
-    return subject.key.tenant == tenant and account in ("", subject.key.account)
+    return subject.key.tenant == tenant and account in ("", subject.account)
 
 
 def _of_turn(entry: SignalEntry, named: Mapping[tuple[str, str], str]) -> SignalEntry:

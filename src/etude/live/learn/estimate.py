@@ -2,7 +2,8 @@
 
 A turn has no group: its reward is compared with the other turns of its cell (tenant, kind of request, depth in the
 session). A cell is known before the model answers, or the comparison would hide the effect of the answer. No account
-and no organisation has more than its share of the weight.
+and no organisation has more than its share of the weight, and no tenant with at most half of the accounts. An account
+is what a key vouches for.
 """
 
 from __future__ import annotations
@@ -36,24 +37,38 @@ def shares_capped(
     weight_N: np.ndarray,
     account_N: np.ndarray,
     organisation_N: np.ndarray,
+    tenant_N: np.ndarray,
     account_share: float,
     organisation_share: float,
+    tenant_share: float,
 ) -> np.ndarray:
-    """Weights, mean 1, of which no account (int [N]) has more than `account_share` and no organisation more than
-    `organisation_share`. Turns without an organisation (below 0) have the account's bound alone. With too few groups
-    for a bound, the largest are made equal. If both bounds cannot hold, the account's does."""
+    """Weights, mean 1, of which no account (int [N]) has more than `account_share`, no organisation more than
+    `organisation_share`, and no tenant with at most half of the accounts more than `tenant_share`. Turns without an
+    organisation (below 0) have no such bound. With too few accounts or organisations for a bound, the largest are made
+    equal; tenants are then left as they are. If not all bounds can hold, the account's does."""
     out = np.asarray(weight_N, float)
     if not out.any():
         return out
     accounts, account_N = np.unique(account_N, return_inverse=True)
     names, organisation_N = np.unique(np.maximum(organisation_N, -1), return_inverse=True)
+    tenants, tenant_N = np.unique(tenant_N, return_inverse=True)
+    small_G = minorities(account_N, tenant_N)
+    bounded = small_G.sum() < len(tenants) or len(tenants) * tenant_share > 1.0
     for _ in range(_ROUNDS):
         before = out
+        out = _capped(out, tenant_N, small_G, tenant_share) if bounded else out
         out = _capped(out, organisation_N, names >= 0, organisation_share)
         out = _capped(out, account_N, np.ones(len(accounts), bool), account_share)
         if out is before:
             break
     return out * (len(out) / math.fsum(out))
+
+
+def minorities(account_N: np.ndarray, tenant_N: np.ndarray) -> np.ndarray:
+    """Which tenants (int [N], from 0) have at most half of the accounts: bool [G]."""
+    _, first = np.unique(account_N, return_index=True)
+    count_G = np.bincount(tenant_N[first], minlength=int(tenant_N.max(initial=-1)) + 1)
+    return count_G * 2 <= len(first)
 
 
 def _capped(weight_N: np.ndarray, group_N: np.ndarray, bound_G: np.ndarray, share: float) -> np.ndarray:
@@ -121,9 +136,16 @@ def baselines(
     return np.where(total_N > 0, shrunk_N, mean_N)
 
 
-def covered(cluster_N: np.ndarray, account_N: np.ndarray, rated_N: np.ndarray, least: int) -> np.ndarray:
+def covered(
+    cluster_N: np.ndarray, account_N: np.ndarray, tenant_N: np.ndarray, rated_N: np.ndarray, least: int
+) -> np.ndarray:
     """Whether a turn's rating counts, bool [N]: at least `least` accounts rated turns whose prompts are in its cluster
-    (int [N]). A single account has no influence by its ratings alone."""
-    pairs = np.unique(np.stack([cluster_N[rated_N], account_N[rated_N]]), axis=1)
-    size = int(cluster_N.max()) + 1 if len(cluster_N) else 0
-    return rated_N & (np.bincount(pairs[0], minlength=size)[cluster_N] >= least)
+    (int [N]). A single account has no influence by its ratings alone, and a tenant with at most half of the accounts
+    counts for at most half of `least`."""
+    if not len(cluster_N):
+        return np.zeros(0, bool)
+    pairs, first = np.unique(np.stack([cluster_N[rated_N], account_N[rated_N]]), axis=1, return_index=True)
+    size, tenants = int(cluster_N.max()) + 1, int(tenant_N.max()) + 1
+    count_KG = np.bincount(pairs[0] * tenants + tenant_N[rated_N][first], minlength=size * tenants).reshape(size, -1)
+    most_G = np.where(minorities(account_N, tenant_N), least // 2, least)
+    return rated_N & (np.minimum(count_KG, most_G).sum(1)[cluster_N] >= least)

@@ -67,7 +67,8 @@ _WAITS_FOR_BATCH = (ExitReason.NONE, ExitReason.CENSORED, ExitReason.ACCOUNT_CAP
 @dataclass(frozen=True)
 class WindowRows:
     """The rows of the log before `cut`, and the accounts that were forgotten before `at`. `pending`: turns without a
-    final exit; `turns` has the other turns of their sessions, too. `since`: the first time of each account."""
+    final exit; `turns` has the other turns of their sessions, too. `since`: the first time of each account that is
+    vouched for."""
 
     number: int
     cut: int
@@ -129,10 +130,10 @@ def decide(rows: WindowRows, features: Mapping[str, RequestFeatures | str], conf
             feature = features[turn.id]
             if isinstance(feature, str):
                 reason = feature
-            elif (session.account, feature.same) in seen:
+            elif (session.voucher, feature.same) in seen:
                 reason = ExitReason.DUPLICATE
             else:
-                seen.add((session.account, feature.same))
+                seen.add((session.voucher, feature.same))
                 kept[turn.id] = feature
                 if feature.votes and turn.id in rated:
                     reason = ExitReason.VOTE_INJECTION
@@ -186,9 +187,10 @@ def _counted(
     if not left:
         return set()
     cluster = np.array(clusters([kept[t.id] for t in left]))
-    account = _numbers([rows.sessions[t.session].account for t in left])
+    sessions = [rows.sessions[t.session] for t in left]
+    account, tenant = _numbers([s.voucher for s in sessions]), _numbers([s.tenant for s in sessions])
     is_rated = np.array([t.id in rated for t in left])
-    counts = estimate.covered(cluster, account, is_rated, config.coverage)
+    counts = estimate.covered(cluster, account, tenant, is_rated, config.coverage)
     return {turn.id for turn, yes in zip(left, counts, strict=True) if yes}
 
 
@@ -202,7 +204,7 @@ def _choose(
         x.turn: (of[x.state], x.reason or str(x.state)) for x in made if x.state in of
     }
     matured = [x.turn for x in made if x.state == LabelState.MATURED]
-    account = _numbers([rows.sessions[turns[turn].session].account for turn in matured])
+    account = _numbers([rows.sessions[turns[turn].session].voucher for turn in matured])
     order = np.array([int.from_bytes(blake3.blake3(t.encode()).digest(7)) for t in matured], np.int64)
     kept = estimate.first_of(account, order, config.per_account)
     for turn, yes in zip(matured, kept, strict=True):
@@ -226,12 +228,13 @@ def _weighted(
             place[turn.id] = min(depth[turn.session], _DEPTHS - 1)
             depth[turn.session] += 1
     cell = _numbers([(s.tenant, kept[x.turn].intent, place[x.turn]) for x, s in zip(trained, sessions, strict=True)])
-    days = np.array([(rows.cut - rows.since[s.account]) / _DAY for s in sessions])
+    days = np.array([(rows.cut - rows.since[s.voucher]) / _DAY for s in sessions])
     weight = np.array([label.weight for label in trained]) * estimate.age_weights(days, config.age_days)
-    account = _numbers([s.account for s in sessions])
+    account, tenant = _numbers([s.voucher for s in sessions]), _numbers([s.tenant for s in sessions])
     names = _numbers([s.organisation for s in sessions])
     organisation = np.where(np.array([not s.organisation for s in sessions]), -1, names)
-    weight = estimate.shares_capped(weight, account, organisation, config.account_share, config.organisation_share)
+    shares = config.account_share, config.organisation_share, config.tenant_share
+    weight = estimate.shares_capped(weight, account, organisation, tenant, *shares)
     reward = np.array([label.reward for label in trained])
     gain = reward - estimate.baselines(reward, weight, cell, config.shrinkage, config.trim)
     return [

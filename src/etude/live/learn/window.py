@@ -335,7 +335,7 @@ def _rows(connection: sa.Connection, number: int, cut: int, at: int) -> WindowRo
         suggestions=edits,
         signals=signals,
         forgotten=forgotten,
-        since=_first_seen(connection, sorted(accounts), cut),
+        since=_first_seen(connection, sorted({s.voucher for s in sessions.values()}), cut),
     )
 
 
@@ -356,8 +356,8 @@ def _of(
 def _first_seen(connection: sa.Connection, accounts: Sequence[str], cut: int) -> dict[str, int]:
     table, out = schema.sessions, dict[str, int]()
     for low in range(0, len(accounts), _PAGE):
-        chosen = sa.select(table.c.account, sa.func.min(table.c.opened)).group_by(table.c.account)
-        here = table.c.account.in_(accounts[low : low + _PAGE]) & (table.c.opened < cut)
+        chosen = sa.select(table.c.voucher, sa.func.min(table.c.opened)).group_by(table.c.voucher)
+        here = table.c.voucher.in_(accounts[low : low + _PAGE]) & (table.c.opened < cut)
         out |= {row[0]: row[1] for row in connection.execute(chosen.where(here))}
     return out
 

@@ -22,6 +22,7 @@ import sqlalchemy as sa
 from etude.errors import UserError
 from etude.live.log import journal, schema
 from etude.live.log.records import ulid
+from etude.live.log.users import person_of
 from etude.store import Store, open_store, sync
 
 _NONCE = 12
@@ -70,8 +71,12 @@ class Accounts:
         return self
 
     def name(self, tenant: str, user: str) -> str:
-        """The account of a tenant's user: 32 hexadecimal digits."""
-        return self.digest("account", tenant, user)
+        """The account of a tenant's user: 32 hexadecimal digits. A session in the user's name is left out."""
+        return self.digest("account", tenant, person_of(user)[0] or user)
+
+    def proxy_secret(self, key: str) -> str:
+        """The secret with which the owner of a proxy key, by its digest, signs its users' names."""
+        return f"ets_{self.digest('proxy', key)}{self.digest('proxy, second half', key)}"
 
     def digest(self, purpose: str, *parts: str) -> str:
         """A keyed hash of texts, for one purpose: 32 hexadecimal digits."""

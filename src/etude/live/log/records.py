@@ -66,12 +66,14 @@ class Consent(Record, frozen=True, kw_only=True):
 
 
 class Session(Record, frozen=True, kw_only=True):
-    """The requests of one account that belong together. `account` is a keyed hash; `propensity` is the probability that
-    an account is put in `arm`."""
+    """The requests of one account that belong together. `account` is a keyed hash of the user's name, which owns the
+    contents; `voucher` is that of the account that the key vouches for (`users`), which has the arm and bounds the
+    weight. `propensity` is the probability that an account is put in `arm`."""
 
     id: str
     tenant: str
     account: str
+    voucher: str
     organisation: str = ""
     client: str = ""
     consent: Consent
@@ -278,7 +280,8 @@ class Release(Record, frozen=True, kw_only=True):
 
 
 class ReleaseEvent(Record, frozen=True, kw_only=True):
-    """A step of a release; the last event has its present stage."""
+    """A step of a release; the last event has its present stage. `p` and `better`: of the lift at the end of a stage of
+    the canary, if it was compared."""
 
     release: int
     sequence: int
@@ -287,6 +290,8 @@ class ReleaseEvent(Record, frozen=True, kw_only=True):
     reason: str
     decided_by: str  # "canary", "gate", or the name of a person
     at: int
+    p: float | None = None
+    better: bool = False
 
 
 class ClusterEvent(Record, frozen=True, kw_only=True):

@@ -42,9 +42,10 @@ api_keys = _table(
     _text("name"),
     _integer("created"),
     _integer("revoked", null=True),
+    sa.Column("proxy", sa.Boolean, nullable=False),
     sa.Index("api_keys_tenant", "tenant"),
 )
-"""API keys by their BLAKE2b digests; a key, 256 random bits, is shown once and not kept."""
+"""API keys by their BLAKE2b digests; a key, 256 random bits, is shown once and not kept. `proxy`: it signs names."""
 
 account_keys = _table(
     "account_keys",
@@ -62,6 +63,7 @@ served = _table(
     _text("turn", key=True),
     _text("tenant"),
     _text("account"),
+    _text("voucher"),
     _integer("release"),
     _text("arm"),
     _integer("edited"),
@@ -94,6 +96,7 @@ sessions = _table(
     _text("id", key=True),
     _text("tenant"),
     _text("account"),
+    _text("voucher"),
     _text("organisation"),
     _text("client"),
     _text("consent"),
@@ -102,6 +105,7 @@ sessions = _table(
     _real("propensity"),
     _integer("opened"),
     sa.Index("sessions_account", "account"),
+    sa.Index("sessions_voucher", "voucher"),
     sa.Index("sessions_opened", "opened"),
 )
 turns = _table(
@@ -170,11 +174,12 @@ tallies = _table(
     _real("total"),
     sa.Index("tallies_slot", "slot"),
 )
-"""Content-free counters of every account, with or without consent, which the canary compares. `release` is the release
-that answered; `slot` is the time, for a signal the time of its turn, over `canary.slot_minutes`; `total` is the sum of
-the values. Names, which `release/canary.py` reads:
+"""Content-free counters of every account that a key vouches for, with or without consent, which the canary compares;
+`account` is a session's `voucher`. `release` is the release that answered; `slot` is the time, for a signal the time of
+its turn, over `canary.slot_minutes`; `total` is the sum of the values. Names, which `release/canary.py` reads:
 
     requests, errors, seconds (total), dropped       of turns, when they end; `dropped` were answered and not recorded
+    strays                                           of turns that the control answered, since the arm's servers failed
     failovers, disconnected                          of turns: another server answered; the client went before the end
     edits, invalid_call, stopped                     turns that proposed an edit, made an invalid call, were stopped
     applied, undone, followup (total), survived (total), labelled       signals; `labelled`: turns with edits that have
@@ -242,6 +247,8 @@ release_events = _table(
     _text("reason"),
     _text("decided_by"),
     _integer("at"),
+    _real("p", null=True),
+    sa.Column("better", sa.Boolean, nullable=False),
 )
 cluster_events = _table(
     "cluster_events",

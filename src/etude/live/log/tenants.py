@@ -35,6 +35,7 @@ class ApiKey:
     name: str
     created: int
     revoked: int | None
+    proxy: bool = False  # it vouches for the names that it signs (`users`)
 
 
 def digest_of(key: str) -> str:
@@ -42,8 +43,9 @@ def digest_of(key: str) -> str:
     return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=32, person=b"etude-live-key").hexdigest()
 
 
-def create_key(engine: sa.Engine, tenant: str, name: str) -> str:
-    """A new key of a tenant; a missing tenant is made, with the default policy. Raises UserError."""
+def create_key(engine: sa.Engine, tenant: str, name: str, proxy: bool = False) -> str:
+    """A new key of a tenant; a missing tenant is made, with the default policy. `proxy`: it may sign its users' names.
+    Raises UserError."""
     key = _PREFIX + secrets.token_hex(32)
     _checked(name, "a key")
     with engine.begin() as connection:
@@ -53,7 +55,7 @@ def create_key(engine: sa.Engine, tenant: str, name: str) -> str:
             raise UserError(f"the tenant {tenant} has a key {name} already; revoke it first, or give another --name")
         if connection.execute(sa.select(sa.func.count()).select_from(schema.api_keys)).scalar_one() >= _MAX_KEYS:
             raise UserError(f"a live loop has at most {_MAX_KEYS} keys")
-        values = {"digest": digest_of(key), "tenant": tenant, "name": name, "created": time.time_ns()}
+        values = {"digest": digest_of(key), "tenant": tenant, "name": name, "created": time.time_ns(), "proxy": proxy}
         connection.execute(sa.insert(schema.api_keys).values(**values))
     return key
 

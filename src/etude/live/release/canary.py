@@ -6,36 +6,39 @@ costs feed two kinds of e-process per guardrail:
 
     lasting   every account counts once in the whole release, in the first slot in which it has a partner
     slot      every account of one slot counts; slots share alpha as 1, 1/4, 1/9, ... so harm that begins late is seen
+    grown     all slots of all accounts (`contrast.same_slots`): few accounts that come often show harm, too
 
 All e-processes, and the test of the arms' sizes, together spend `canary.alpha`: the probability that an equal version
-is stopped. A stop is not corrected over versions; the claim that a version is better is (`alpha_of_version`).
+is stopped. A stop is not corrected over versions; the claim that a version is better is (`etude.evals.level_of`). A
+tenant with at most half of the pairs gives at most the share `_ALONE` of the evidence that stops a release.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from etude.config.live import CanaryConfig
-from etude.evals import alpha_of_version, log_evidence, plan_looks, ratio_evidence, sequence_reach
-from etude.live.log.records import Arm
+from etude.evals import alpha_of_slot, log_evidence, ratio_evidence
+from etude.live.release.contrast import ARMS, OWN, Difference, Tallies, lift_at, same_slots, tenants_of
 
-ARMS = (Arm.CONTROL, Arm.CANARY, Arm.HOLDBACK)
 SUMMED = ("seconds", "followup", "survived")
 """Tallies whose value is `total`; the value of others is `count`."""
 RATIO_ALPHA = 0.1
 """Share of alpha for the sizes of the arms; the guardrails have the rest."""
 ALONE_MARGIN = 0.05
 """The increase in cost, over the control's last slot, that is allowed once all accounts have the release."""
-LASTING = 0.75  # share of a guardrail's alpha for the lasting kind
+LASTING, SLOTS, GROWN = 0.5, 0.25, 0.25  # shares of a guardrail's alpha for the three kinds
 _PARTNERS = 4  # accounts of one arm in a group, at most
+_ALONE = 0.9
+_REACHED = 0.5  # share of the accounts that a stage could reach, of which it waits for at most `canary.least`
+_UNITS = 25  # accounts, n0 n1 / (n0 + n1), from which means are about normal
 
 
 class Verdict(StrEnum):
@@ -43,6 +46,7 @@ class Verdict(StrEnum):
 
     GO_ON = "go on"
     HOLD = "hold"
+    OFFER = "offer"  # a person decides: neither better nor worse by more than the margin could be shown
     ROLL_BACK = "roll back"
     DONE = "done"
 
@@ -71,7 +75,7 @@ GUARDRAILS = (
     Guardrail("undone edits", "undone", "applied", 1 / 4, matures=True),
     Guardrail("dissatisfied follow-ups", "followup", "requests", 1 / 8, matures=True),
     Guardrail("edits without an outcome", "unlabelled", "edits", 1 / 8, matures=True),
-    Guardrail("errors", "errors", "requests", 1 / 8),
+    Guardrail("errors", "failed", "asked", 1 / 8),
     Guardrail("invalid calls", "invalid_call", "requests", 1 / 16),
     Guardrail("stops", "stopped", "requests", 1 / 16),
     Guardrail("dropped records", "dropped", "requests", 1 / 16),
@@ -82,7 +86,7 @@ GUARDRAILS = (
 
 
 class TallyRow(NamedTuple):
-    """A row of the table `tallies`, with the cell of its account (its tenant)."""
+    """A row of the table `tallies`: `account` is the one that a key vouches for, `cell` its tenant."""
 
     arm: str
     account: str
@@ -91,24 +95,6 @@ class TallyRow(NamedTuple):
     count: int
     total: float
     cell: str = ""
-
-
-@dataclass(frozen=True)
-class Tallies:
-    """Counters, one row for each account, arm and slot. Within a slot accounts are paired in the order of `account_N`,
-    which must be independent of their costs; `arm_N` are places in ARMS; a missing name in `values` counts zero."""
-
-    account_N: np.ndarray
-    arm_N: np.ndarray
-    slot_N: np.ndarray
-    cell_N: np.ndarray
-    values: Mapping[str, np.ndarray]
-
-    def of(self, name: str) -> np.ndarray:
-        """Values of a name, float64 [N]."""
-        if name == "unlabelled":
-            return np.maximum(self.of("edits") - self.of("labelled"), 0.0)
-        return self.values.get(name, np.zeros(len(self.account_N)))
 
 
 def tallies_of(rows: Iterable[TallyRow]) -> Tallies:
@@ -120,7 +106,7 @@ def tallies_of(rows: Iterable[TallyRow]) -> Tallies:
     places: dict[tuple[int, int, int, int], int] = {}
     cells_by_name: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        key = (codes[row.account], ARMS.index(Arm(row.arm)), row.slot, cells[row.cell])
+        key = (codes[row.account], ARMS.index(row.arm), row.slot, cells[row.cell])
         place = places.setdefault(key, len(places))
         value = row.total if row.name in SUMMED else float(row.count)
         cells_by_name.setdefault(row.name, []).append((place, value))
@@ -134,32 +120,14 @@ def tallies_of(rows: Iterable[TallyRow]) -> Tallies:
 
 @dataclass(frozen=True)
 class CanaryTrial:
-    """The stage of a release on trial. Times are nanoseconds; `share` is the stage's share of accounts, `number` counts
-    releases from 1."""
+    """The stage of a release on trial. Times are nanoseconds; `share` is the stage's share of accounts. `alpha`: the
+    one-sided level of its claim to be better. `accounts`: that were active in the week before; 0: unknown."""
 
-    number: int
     share: float
     began: int  # the release
     stage_began: int
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean of `kept_per_account` in the newer content's arm, less that of the other arm; `low` and `high` are its
-    interval at the planned confidence. `better`: shown at this look, or by the sequence."""
-
-    mean: float
-    low: float
-    high: float
-    accounts: tuple[int, int]
-    better: bool
-
-    @property
-    def sentence(self) -> str:
-        """The difference as text, in points."""
-        mean, low, high = (f"{100 * share:+.1f}" for share in (self.mean, self.low, self.high))
-        verdict = "better" if self.better else "no proof that it is better"
-        return f"edits kept, of edits and invalid calls: {mean} points [{low}, {high}], {verdict}"
+    alpha: float = 0.025
+    accounts: int = 0
 
 
 @dataclass(frozen=True)
@@ -192,35 +160,57 @@ def decide(
         )
     ripe = stage & (tallies.slot_N < matured) & (tallies.of("requests") > 0)
     accounts = len(np.unique(tallies.account_N[ripe & (tallies.arm_N == 1)]))
-    lift = None
-    if trial.share in options.stages and trial.share < 1:
-        lift = _lift(options, trial, tallies, tallies.slot_N < matured)
+    lift, controlled = None, [share for share in options.stages if share < 1]
+    if trial.share in controlled:
+        contrast = same_slots(tallies, tallies.slot_N < matured, (1, 0), "survived", "tries")
+        if contrast is not None:
+            lift = lift_at(contrast, controlled, trial.share, trial.alpha, options.least)
     worst = max(evidence, key=lambda name: evidence[name])
     if evidence[worst] >= 0:
         reason = f"{worst}: e-value {_power(evidence[worst])} its bound"
         return CanaryDecision(Verdict.ROLL_BACK, reason, accounts, evidence, lift)
-    verdict, reason = _progress(options, trial, accounts, tallies, ripe, now)
+    shown = lift if trial.share == max(controlled, default=0.0) else None
+    verdict, reason = _progress(options, trial, accounts, tallies, ripe, now, shown)
     return CanaryDecision(verdict, reason, accounts, evidence, lift)
 
 
 def _progress(
-    options: CanaryConfig, trial: CanaryTrial, accounts: int, tallies: Tallies, ripe: np.ndarray, now: int
+    options: CanaryConfig,
+    trial: CanaryTrial,
+    accounts: int,
+    tallies: Tallies,
+    ripe: np.ndarray,
+    now: int,
+    lift: Difference | None,
 ) -> tuple[Verdict, str]:
-    """The verdict on a stage without evidence of harm."""
-    minutes = (now - trial.stage_began) / 60e9
-    missing = ""
-    if accounts < options.least:
-        missing = f"{accounts} of {options.least} accounts have matured"
+    """The verdict on a stage without evidence of harm; `lift` is that of the last stage with a control."""
+    minutes, missing = (now - trial.stage_began) / 60e9, ""
+    least = _least(options, trial)
+    if accounts < least:
+        missing = f"{accounts} of {least} accounts have matured"
     elif tallies.of("edits")[ripe].sum() and not tallies.of("labelled")[ripe].sum():
         missing = "no outcome of any edit has arrived, of either arm"
-    if missing and minutes >= options.hours * 60:
-        return Verdict.ROLL_BACK, f"{missing} after {options.hours:g} hours"
+    late = minutes >= options.hours * 60
     if missing:
-        return Verdict.HOLD, missing
+        return (Verdict.ROLL_BACK, f"{missing} after {options.hours:g} hours") if late else (Verdict.HOLD, missing)
     if minutes < options.minutes:
         return Verdict.HOLD, f"{minutes:.1f} of {options.minutes:g} minutes"
+    if lift is not None and not lift.better and lift.worst > options.margin:
+        wanted = f"{100 * options.margin:g} points are wanted"
+        worst = f"edits kept may be fewer by {100 * lift.worst:.1f} points, at most {wanted}"
+        return (Verdict.OFFER, f"{worst}, after {options.hours:g} hours") if late else (Verdict.HOLD, worst)
     reason = f"{accounts} accounts in {minutes:.1f} minutes without evidence of harm"
     return (Verdict.DONE if trial.share >= 1 else Verdict.GO_ON), reason
+
+
+def _least(options: CanaryConfig, trial: CanaryTrial) -> int:
+    """The accounts that a stage waits for. A small firm's early stages reach too few for any proof, and wait for none;
+    its last stage with a control waits for half of those that it reaches."""
+    reach = math.floor(_REACHED * trial.share * (1 - options.holdback) * trial.accounts)
+    if not trial.accounts or reach >= options.least:
+        return options.least
+    proof = max((share for share in options.stages if share < 1), default=1.0)
+    return 0 if trial.share < proof else max(2, reach)
 
 
 def _of_one_arm(tallies: Tallies, first: int) -> Tallies:
@@ -245,25 +235,75 @@ def _split_evidence(options: CanaryConfig, trial: CanaryTrial, tallies: Tallies,
 
 
 def _harm(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, alpha: float, first: int, slower: float) -> float:
-    """The largest logarithm of e-value over bound, at any time so far and of both kinds."""
+    """The largest logarithm of e-value over bound: at any time so far of pairs, now of all slots."""
     groups = _groups(guardrail, tallies, known, slower)
     worst = _excess(groups.lasting, LASTING * alpha, 0.0)
-    for slot, costs in groups.slots.items():
+    for slot, pairs in groups.slots.items():
         margin = 0.0 if slot in groups.controlled else ALONE_MARGIN
-        worst = max(worst, _excess(costs, alpha_of_version(slot - first + 1, (1 - LASTING) * alpha), margin))
-    return worst
+        worst = max(worst, _excess(pairs, alpha_of_slot(slot - first + 1, SLOTS * alpha), margin))
+    if guardrail.ranked:
+        return worst
+    arms = (0, 1) if guardrail.fewer else (1, 0)
+    return max(worst, _grown(guardrail, tallies, known, arms, GROWN * alpha))
 
 
-def _excess(costs_T: np.ndarray, alpha: float, margin: float) -> float:
-    return float(log_evidence(costs_T, margin).max(initial=0.0)) + math.log(alpha)
+def _grown(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, arms: tuple[int, int], alpha: float) -> float:
+    """Logarithm of e-value over bound of all slots. What stops a release does so without each smaller tenant, too, but
+    for the share `_ALONE`."""
+    bound = -math.log(alpha)
+
+    def evidence(rows: np.ndarray) -> float:
+        contrast = same_slots(tallies, rows, arms, guardrail.count, guardrail.of)
+        return 0.0 if contrast is None or contrast.units < _UNITS else contrast.evidence
+
+    least = evidence(known) if tallies.of(guardrail.count).any() else 0.0
+    if least >= bound:
+        tenant_N = tenants_of(tallies)
+        for tenant in np.unique(tenant_N[tenant_N >= 0]):
+            others = known & (tenant_N != tenant)
+            if 2 * len(np.unique(tallies.account_N[~others & known])) <= len(np.unique(tallies.account_N[known])):
+                least = min(least, evidence(others) + _ALONE * bound)
+    return least - bound
+
+
+def _excess(pairs: _Pairs, alpha: float, margin: float) -> float:
+    """The largest logarithm of e-value over bound so far. The evidence of tenants is multiplied; small tenants have one
+    e-process together."""
+    costs_T, bound = pairs.costs_T, -math.log(alpha)
+    if not len(costs_T):
+        return -bound
+    share_C = np.bincount(pairs.cell_T) / len(costs_T)
+    kind_T = np.where(share_C[pairs.cell_T] >= OWN, pairs.cell_T, -1)
+    kinds, path_T = np.unique(kind_T), np.zeros(len(costs_T))
+    for kind in kinds:
+        at = np.flatnonzero(kind_T == kind)
+        path = np.append(0.0, log_evidence(costs_T[at], margin))
+        if len(kinds) > 1 and kind >= 0 and share_C[kind] <= 0.5:
+            path = np.minimum(path, _ALONE * bound)
+        path_T += path[np.searchsorted(at, np.arange(len(costs_T)), side="right")]
+    return float(path_T.max(initial=0.0)) - bound
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Differences of cost, in [-1, 1], of disjoint groups of accounts, and their cells."""
+
+    costs_T: np.ndarray
+    cell_T: np.ndarray
+
+
+def _pairs(parts: list[tuple[np.ndarray, int]]) -> _Pairs:
+    costs = [part for part, _ in parts]
+    cells = [np.full(len(part), cell) for part, cell in parts]
+    return _Pairs(np.concatenate([np.zeros(0), *costs]), np.concatenate([np.zeros(0, np.int64), *cells]))
 
 
 @dataclass(frozen=True)
 class _AccountGroups:
-    """Differences of cost, in [-1, 1], of disjoint groups of accounts."""
+    """Pairs of the whole release, and of each slot."""
 
-    lasting: np.ndarray
-    slots: dict[int, np.ndarray]
+    lasting: _Pairs
+    slots: dict[int, _Pairs]
     controlled: set[int]  # slots with accounts of the control
 
 
@@ -282,8 +322,8 @@ def _groups(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, slower: f
     used = np.zeros(int(tallies.account_N.max(initial=-1)) + 1, bool)
     controlled = set(tallies.slot_N[tallies.arm_N == 0].tolist())
     before: dict[int, np.ndarray] = {}  # the control's last rows, by cell
-    lasting: list[np.ndarray] = [np.zeros(0)]
-    slots: dict[int, list[np.ndarray]] = {}
+    lasting: list[tuple[np.ndarray, int]] = []
+    slots: dict[int, list[tuple[np.ndarray, int]]] = {}
     edges = np.flatnonzero(np.diff(tallies.slot_N[rows]) | np.diff(tallies.cell_N[rows])) + 1
     for part in np.split(rows, edges) if len(rows) else ():
         slot, cell = int(tallies.slot_N[part[0]]), int(tallies.cell_N[part[0]])
@@ -293,14 +333,12 @@ def _groups(guardrail: Guardrail, tallies: Tallies, known: np.ndarray, slower: f
             fresh = [side[~used[tallies.account_N[side]]] for side in (new, old)]
             costs, taken = _differences(guardrail, rate_N, *fresh)
             used[tallies.account_N[taken]] = True
-            lasting.append(costs)
+            lasting.append((costs, cell))
         elif guardrail.steady:
             old = before.get(cell, old)
         costs, _ = _differences(guardrail, rate_N, new, old)
-        slots.setdefault(slot, []).append(costs)
-    return _AccountGroups(
-        np.concatenate(lasting), {slot: np.concatenate(rows) for slot, rows in slots.items()}, controlled
-    )
+        slots.setdefault(slot, []).append((costs, cell))
+    return _AccountGroups(_pairs(lasting), {slot: _pairs(parts) for slot, parts in slots.items()}, controlled)
 
 
 def _differences(
@@ -317,55 +355,6 @@ def _differences(
         difference_GAB = np.sign(difference_GAB)
     costs_G = difference_GAB.mean((1, 2))
     return (-costs_G if guardrail.fewer else costs_G), np.concatenate([new_GA.ravel(), old_GB.ravel()])
-
-
-def kept_per_account(tallies: Tallies, known: np.ndarray, arm: int, without: np.ndarray | None = None) -> np.ndarray:
-    """The share of kept tries (edits, and invalid calls, which would have been edits) of each account of an arm, by the
-    `known` rows, `without` some accounts."""
-    tries_N = tallies.of("edits") + tallies.of("invalid_call")
-    rows = np.flatnonzero(known & (tallies.arm_N == arm) & (tries_N > 0))
-    if without is not None:
-        rows = rows[~np.isin(tallies.account_N[rows], without)]
-    accounts, place = np.unique(tallies.account_N[rows], return_inverse=True)
-    kept, tries = np.zeros(len(accounts)), np.zeros(len(accounts))
-    np.add.at(kept, place, tallies.of("survived")[rows])
-    np.add.at(tries, place, tries_N[rows])
-    return np.clip(kept / np.maximum(tries, 1e-9), 0.0, 1.0)
-
-
-def _lift(options: CanaryConfig, trial: CanaryTrial, tallies: Tallies, known: np.ndarray) -> Difference | None:
-    """The look at the end of a stage, in a group-sequential test with looks at the shares of the stages. Before the end
-    of the stage the result is a preview, and `better` has no meaning."""
-    canary = np.unique(tallies.account_N[tallies.arm_N == 1])
-    new, old = kept_per_account(tallies, known, 1), kept_per_account(tallies, known, 0, without=canary)
-    if min(len(new), len(old)) < 2:
-        return None
-    controlled = [share for share in options.stages if share < 1]
-    bounds = _bounds(tuple(controlled), alpha_of_version(trial.number, options.lift_alpha))
-    bound = bounds[controlled.index(trial.share)]
-    mean, deviation = float(new.mean() - old.mean()), math.sqrt(new.var(ddof=1) / len(new) + old.var(ddof=1) / len(old))
-    reach = bound * deviation
-    return Difference(mean, mean - reach, mean + reach, (len(new), len(old)), mean > reach)
-
-
-@cache
-def _bounds(shares: tuple[float, ...], alpha: float) -> tuple[float, ...]:
-    return plan_looks([share / shares[-1] for share in shares], alpha).bounds
-
-
-def holdback_lift(tallies: Tallies) -> Difference | None:
-    """The difference between control and holdback, as a confidence sequence of 95 %, which holds at every look. The
-    arms' sizes must keep their ratio; the sequence counts n0 n1 / (n0 + n1) units. Accounts of both arms are left
-    out."""
-    control, held = (np.unique(tallies.account_N[tallies.arm_N == arm]) for arm in (0, 2))
-    known = ~np.isin(tallies.account_N, np.intersect1d(control, held))
-    new, old = kept_per_account(tallies, known, 0), kept_per_account(tallies, known, 2)
-    if min(len(new), len(old)) < 2:
-        return None
-    units = len(new) * len(old) / (len(new) + len(old))
-    deviation = math.sqrt(units * (new.var(ddof=1) / len(new) + old.var(ddof=1) / len(old)))
-    mean, reach = float(new.mean() - old.mean()), sequence_reach(deviation, int(units))
-    return Difference(mean, mean - reach, mean + reach, (len(new), len(old)), mean > reach)
 
 
 def _power(excess: float) -> str:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import blake3
@@ -25,7 +25,7 @@ import numpy as np
 from etude.config import GuardsConfig
 from etude.config.live import GateConfig
 from etude.errors import UserError
-from etude.evals import EvalResult, TaskResult, defended_margin, paired_score
+from etude.evals import EvalResult, TaskResult, clustered_score, defended_margin, needed_score
 from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
 from etude.live.release.operations import ReleaseCandidate, ReleaseSite
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 DISCORDANT = 0.1
 """The assumed share of tasks that only one of two equal versions passes, with one sample each."""
 SPLIT = "heldout"
-_RESAMPLES = 10_000
 _LOST = 0.1  # share of tasks that may be lost to infrastructure
 _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # of infinities and NaN
 _DOMAIN = b"etude gate report\0"
@@ -228,15 +227,17 @@ def _step_bands(manifest: PolicyVersion) -> tuple[str, dict[str, float]]:
 
 
 def _refuse_weak(config: GateConfig, suite: Path, say: Callable[[str], None]) -> None:
-    tasks = sum(task.split == SPLIT for task in load_dataset(suite).tasks)
-    if not tasks:
+    sizes = Counter(task.cluster for task in load_dataset(suite).tasks if task.split == SPLIT)
+    if not sizes:
         raise UserError(f"the suite {suite} has no {SPLIT} tasks")
-    margin = defended_margin(tasks, DISCORDANT / config.samples, config.alpha)
-    say(f"{suite.name}: {tasks} tasks, {config.samples} samples each, defend a margin of {100 * margin:.1f} points")
+    margin = defended_margin(list(sizes.values()), DISCORDANT / config.samples, config.alpha)
+    least = math.ceil(1000 * margin) / 1000
+    what = f"{sizes.total()} tasks of {len(sizes)} functions, {config.samples} samples each, defend"
+    say(f"{suite.name}: {what} a margin of {100 * margin:.1f} points")
     if margin > config.margin:
         raise UserError(
-            f"the suite {suite} cannot defend gate.margin = {config.margin:g}: {tasks} tasks with {config.samples} "
-            f"samples defend {math.ceil(1000 * margin) / 1000:g}; take that margin, more samples or more tasks"
+            f"the suite {suite} cannot defend gate.margin = {config.margin:g}: {what} {least:g}; "
+            "take that margin, more functions or more samples"
         )
 
 
@@ -253,53 +254,33 @@ def _suite(
 
 
 def compare_paired(
-    name: str, old: Sequence[TaskResult], new: Sequence[TaskResult], margin: float, alpha: float, seed: int = 0
+    name: str, old: Sequence[TaskResult], new: Sequence[TaskResult], margin: float, alpha: float
 ) -> GatePart:
-    """Whether the new version's pass rate is shown to be at least the old version's less `margin`, at level alpha. With
-    one sample of each task: the paired score test. With several: the alpha-quantile of a bootstrap over functions,
-    whose tasks share code; if no task differs, the score test, since there is nothing to resample."""
+    """Whether the new version's pass rate is shown to be at least the old version's less `margin`, at level alpha, by
+    a test whose unit is a function: its tasks share code, and move together."""
     before = {task.id: task for task in old if task.passed}
     pairs = [(before[task.id], task) for task in new if task.passed and task.id in before]
     if len(pairs) < (1 - _LOST) * max(len(old), len(new), 1):
         return GatePart(name=name, passed=False, reason=f"{len(old) - len(pairs)} of {len(old)} tasks were lost")
     gains_N = np.array([np.mean(b.passed) - np.mean(a.passed) for a, b in pairs])
-    once = all(len(task.passed) == 1 for pair in pairs for task in pair)
+    _, function_N, size_F = np.unique([a.function for a, _ in pairs], return_inverse=True, return_counts=True)
     discordant = float((gains_N**2).mean())
+    z, bound = clustered_score(gains_N, function_N, margin), needed_score(size_F.tolist(), alpha)
     figures: dict[str, Any] = {
         "tasks": len(pairs),
+        "functions": len(size_F),
         "margin": margin,
         "difference": float(gains_N.mean()),
         "discordant": discordant,
-        "defended": defended_margin(len(pairs), max(discordant, 1 / len(pairs)), alpha),
+        "defended": defended_margin(size_F.tolist(), max(discordant, 1 / len(pairs)), alpha),
+        "z": z,
     }
-    if once or not gains_N.any():
-        new_only, old_only = int((gains_N > 0).sum()), int((gains_N < 0).sum())
-        z, bound = paired_score(new_only, old_only, len(pairs), margin), NormalDist().inv_cdf(1 - alpha)
-        figures |= {"new_only": new_only, "old_only": old_only, "z": z}
-        passed, evidence = z > bound, f"z {z:.2f}, needed {bound:.2f}"
-    else:
-        low = _lower_bound(gains_N, [a.function for a, _ in pairs], alpha, seed)
-        figures["low"] = low
-        passed, evidence = low > -margin, f"at least {100 * low:+.1f} points with probability {1 - alpha:.0%}"
-    verdict = "not worse" if passed else "not shown to be no worse"
+    verdict = "not worse" if z > bound else "not shown to be no worse"
     reason = (
-        f"{verdict} by {100 * margin:.1f} points on {len(pairs)} tasks (difference {100 * gains_N.mean():+.1f} points, "
-        f"{evidence})"
+        f"{verdict} by {100 * margin:.1f} points on {len(pairs)} tasks of {len(size_F)} functions (difference "
+        f"{100 * gains_N.mean():+.1f} points, z {z:.2f}, needed {bound:.2f})"
     )
-    return GatePart(name=name, passed=bool(passed), reason=reason, figures=figures)
-
-
-def _lower_bound(gains_N: np.ndarray, functions: Sequence[str], alpha: float, seed: int) -> float:
-    """The alpha-quantile of the mean over resampled functions (pairs cluster bootstrap, as in `evals.stats`)."""
-    _, place_N = np.unique(np.array(functions), return_inverse=True)
-    sums_F, counts_F = np.bincount(place_N, gains_N), np.bincount(place_N)
-    generator = np.random.default_rng(seed)
-    means: list[np.ndarray] = []
-    rows = max(1, 2_000_000 // len(sums_F))
-    for start in range(0, _RESAMPLES, rows):
-        drawn_RF = generator.integers(len(sums_F), size=(min(rows, _RESAMPLES - start), len(sums_F)))
-        means.append(sums_F[drawn_RF].sum(1) / counts_F[drawn_RF].sum(1))
-    return float(np.quantile(np.concatenate(means), alpha))
+    return GatePart(name=name, passed=z > bound, reason=reason, figures=figures)
 
 
 def cost(name: str, old: EvalResult, new: EvalResult, most: float) -> GatePart:

@@ -26,12 +26,14 @@ from sqlalchemy.exc import DBAPIError
 from etude.config import LiveConfig
 from etude.config.live import CanaryConfig
 from etude.errors import UserError
+from etude.evals import PastTest, level_of
 from etude.failpoints import failpoint
 from etude.live.log import accounts, journal, schema
 from etude.live.log.followups import reader_of, reading
 from etude.live.log.records import Arm, Release, ReleaseStage
 from etude.live.release import releases
-from etude.live.release.canary import CanaryDecision, CanaryTrial, TallyRow, Verdict, decide, holdback_lift, tallies_of
+from etude.live.release.canary import CanaryDecision, CanaryTrial, TallyRow, Verdict, decide, tallies_of
+from etude.live.release.contrast import holdback_lift
 from etude.live.release.releases import ReleaseLog, ReleaseState, StoreTarget
 from etude.live.release.stores import StoreState, bring, prepare, store_states
 from etude.records import PolicyVersion
@@ -43,6 +45,8 @@ DEADLINE = 60.0
 TICK_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 _MAX_ROWS = 3_000_000  # of tallies for one decision
+_DAY = 24 * 3600 * 10**9
+_WEEK = 7 * _DAY
 _log = logging.getLogger(__name__)
 
 
@@ -166,7 +170,7 @@ def approve(site: ReleaseSite, name: str) -> ReleaseState:
     if trial is None or trial.stage is not ReleaseStage.CANARY:
         raise UserError("no release waits for an approval: see `etude live status`")
     decision = decision_of(site, trial, time.time_ns())
-    if decision.verdict not in (Verdict.GO_ON, Verdict.DONE):
+    if decision.verdict not in (Verdict.GO_ON, Verdict.DONE, Verdict.OFFER):
         raise UserError(f"release {trial.release.number} cannot go on yet: {decision.reason}")
     _advance(site, trial, decision, name)
     _follow(site)
@@ -197,8 +201,9 @@ def tick(site: ReleaseSite) -> Tick:
     if decision.verdict is Verdict.ROLL_BACK:
         rollback(site, decision.reason, "canary")
     elif decision.verdict is not Verdict.HOLD:
-        if releases.needs_approval(site.engine, site.config):
-            waits = f"{name} at {trial.share:.0%} waits for a person: `etude live release --approve NAME`"
+        if decision.verdict is Verdict.OFFER or releases.needs_approval(site.engine, site.config):
+            why = f" ({decision.reason})" if decision.verdict is Verdict.OFFER else ""
+            waits = f"{name} at {trial.share:.0%} waits for a person{why}: `etude live release --approve NAME`"
             return Tick(waits, decision)
         _advance(site, trial, decision, "canary")
         _follow(site)
@@ -226,18 +231,30 @@ def watch(
 def decision_of(site: ReleaseSite, trial: ReleaseState, now: int) -> CanaryDecision:
     """The canary's decision on a release, from the counters so far."""
     began = trial.since(ReleaseStage.CANARY)
-    here = CanaryTrial(trial.release.number, trial.share, began, trial.events[-1].at)
-    tallies = tallies_of(_tallies(site, began))
-    return decide(site.canary, site.config.labels.delay_seconds, here, tallies, now)
+    number, delay = trial.release.number, site.config.labels.delay_seconds
+    alpha = level_of(releases.past_tests(site.read(), number), site.canary.lift_alpha)
+    here = CanaryTrial(trial.share, began, trial.events[-1].at, alpha, _active(site, began))
+    tallies = tallies_of(_tallies(site, number, began))
+    return decide(site.canary, delay, here, tallies, now)
 
 
-def _tallies(site: ReleaseSite, began: int) -> list[TallyRow]:
-    """The counters since a release began, with the tenant of each account as its cell. Raises UserError for more than
-    `_MAX_ROWS`."""
+def _active(site: ReleaseSite, began: int) -> int:
+    """The number of accounts that were active in the week before a release began."""
+    table, slot = schema.tallies.c, round(site.config.canary.slot_minutes * 60e9)
+    query = sa.select(sa.func.count(sa.distinct(table.account)))
+    query = query.where(table.slot >= (began - _WEEK) // slot, table.slot <= began // slot)
+    with journal.reading(site.engine) as connection:
+        return int(connection.execute(query).scalar_one())
+
+
+def _tallies(site: ReleaseSite, number: int, began: int) -> list[TallyRow]:
+    """The counters since release `number` began, with the tenant of each account as its cell; of the canary those of
+    the release alone, without what the control answered in its place. Raises UserError for more than `_MAX_ROWS`."""
     table = schema.tallies
     first = began // round(site.config.canary.slot_minutes * 60e9)
     names = ("arm", "account", "slot", "name", "count", "total", "tenant")
-    query = sa.select(*(table.c[name] for name in names)).where(table.c.slot >= first).limit(_MAX_ROWS + 1)
+    query = sa.select(*(table.c[name] for name in names)).where(table.c.slot >= first)
+    query = query.where((table.c.arm != Arm.CANARY) | (table.c.release == number)).limit(_MAX_ROWS + 1)
     with journal.reading(site.engine) as connection:
         rows = [TallyRow(*row) for row in connection.execute(query)]
     if len(rows) > _MAX_ROWS:
@@ -268,7 +285,8 @@ def _advance(site: ReleaseSite, trial: ReleaseState, decision: CanaryDecision, b
         releases.append(site.engine, trial, ReleaseStage.RELEASED, 1.0, decision.reason, by)
     else:
         share = next(share for share in site.canary.stages if share > trial.share)
-        releases.append(site.engine, trial, ReleaseStage.CANARY, share, _stage_reason(decision), by)
+        lift = decision.lift and PastTest(decision.lift.p, decision.lift.better)
+        releases.append(site.engine, trial, ReleaseStage.CANARY, share, _stage_reason(decision), by, lift)
     failpoint("release.event")
 
 
@@ -482,7 +500,7 @@ def status(site: ReleaseSite) -> dict[str, Any]:
 
 def _lift_since_anchor(site: ReleaseSite, log: ReleaseLog, now: int) -> dict[str, Any] | None:
     """The lift of the control over the holdback, which stays on the anchor, by matured outcomes since the first release
-    after the anchor; None without a holdback, or with fewer than two accounts in an arm."""
+    after the anchor, within the same days; None without a holdback, or with fewer than two accounts in an arm."""
     current = log.current
     if current is None or current.release.anchor is None or not site.canary.holdback:
         return None
@@ -494,22 +512,23 @@ def _lift_since_anchor(site: ReleaseSite, log: ReleaseLog, now: int) -> dict[str
         if state.release.anchor == anchor and event.stage is ReleaseStage.RELEASED
     )
     slot, table = round(site.canary.slot_minutes * 60e9), schema.tallies
+    day = (table.c.slot // max(1, round(_DAY / slot))).label("day")
     matured = (now - round(site.config.labels.delay_seconds * 1e9)) // slot
-    keys = (table.c.arm, table.c.account, table.c.name)
+    keys = (table.c.arm, table.c.account, day, table.c.name)
     query = (
         sa.select(*keys, sa.func.sum(table.c.count), sa.func.sum(table.c.total))
         .group_by(*keys)
         .where(
             table.c.slot >= -(-began // slot),
             table.c.slot < matured,
-            table.c.arm.in_([str(Arm.CONTROL), str(Arm.HOLDBACK)]),
+            (table.c.arm == Arm.CONTROL) | ((table.c.arm == Arm.HOLDBACK) & (table.c.release == anchor)),
             table.c.name.in_(["edits", "invalid_call", "survived"]),
         )
     )
     with journal.reading(site.engine) as connection:
         rows = [
-            TallyRow(arm, account, 0, name, int(count), float(total))
-            for arm, account, name, count, total in connection.execute(query)
+            TallyRow(arm, account, int(number), name, int(count), float(total))
+            for arm, account, number, name, count, total in connection.execute(query)
         ]
     lift = holdback_lift(tallies_of(rows))
     return None if lift is None else {"anchor": anchor, "sentence": lift.sentence, **msgspec.to_builtins(lift)}

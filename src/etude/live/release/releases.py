@@ -20,6 +20,7 @@ from sqlalchemy.exc import IntegrityError
 from etude.config import LiveConfig
 from etude.config.live import ClusterConfig
 from etude.errors import UserError
+from etude.evals import PastTest
 from etude.live.log import journal, schema
 from etude.live.log.records import Arm, ClusterEvent, ExitKind, LivePolicy, Release, ReleaseEvent, ReleaseStage
 
@@ -138,10 +139,28 @@ def read(engine: sa.Engine) -> ReleaseLog:
     return ReleaseLog(tuple(ReleaseState(release, tuple(steps[release.number])) for release in rows))
 
 
-def append(engine: sa.Engine, state: ReleaseState, stage: ReleaseStage, share: float, reason: str, by: str) -> None:
-    """Appends the next event of a release. Raises UserError if another process was faster."""
+def append(
+    engine: sa.Engine,
+    state: ReleaseState,
+    stage: ReleaseStage,
+    share: float,
+    reason: str,
+    by: str,
+    lift: PastTest | None = None,
+) -> None:
+    """Appends the next event of a release, with the test of its lift. Raises UserError if another process was
+    faster."""
     with _deciding(engine) as connection:
-        journal.add(connection, [_next(state, stage, share, reason, by, journal.stamp(connection))])
+        event = _next(state, stage, share, reason, by, journal.stamp(connection))
+        if lift is not None:
+            event = msgspec.structs.replace(event, p=lift.p, better=lift.better)
+        journal.add(connection, [event])
+
+
+def past_tests(log: ReleaseLog, before: int) -> list[PastTest]:
+    """The tests of the lift of the releases before a number, one for each that was compared: its last look."""
+    tested = [[e for e in s.events if e.p is not None] for s in log.states if s.release.number < before]
+    return [PastTest(e[-1].p or 0.0, any(each.better for each in e)) for e in tested if e]
 
 
 def begin(engine: sa.Engine, release: Release, stage: ReleaseStage, reason: str, by: str, share: float = 0.0) -> None:

@@ -30,6 +30,7 @@ from etude.code.functions import functions
 from etude.errors import RunFailed, UserError
 from etude.harness import EditError, view_of
 from etude.live.log.records import ulid
+from etude.live.log.users import signature_of
 from etude.live.simulate.users import SimulatedAccounts, properties_of
 
 CONDITION = r"\b(?:if|elif|while)\b"
@@ -122,10 +123,10 @@ def worth(judgement: Judgement, house: float) -> float:
 
 @dataclass(frozen=True)
 class UsedTurn:
-    """One answer that a user got. `release` is the gateway's, -1 without an answer, for the reason `error`."""
+    """One answer that a user got. `turn` is the gateway's id, "" without an answer, for the reason `error`."""
 
     account: int
-    release: int
+    turn: str
     utility: float
     error: str = ""
 
@@ -152,12 +153,14 @@ async def answers(url: str, wanted: Sequence[FunctionRequest], seed: int, at_onc
 
 
 class Users:
-    """Accounts that use a gateway from `begin` to `end`, `at_once` at a time, on a separate thread."""
+    """Accounts that use a gateway from `begin` to `end`, `at_once` at a time, on a separate thread. Their firm's proxy
+    has the `key`, and signs their names with its `secret`."""
 
     def __init__(
         self,
         url: str,
         key: str,
+        secret: str,
         population: SimulatedAccounts,
         wanted: Sequence[FunctionRequest],
         window_seconds: float,
@@ -167,6 +170,7 @@ class Users:
         self.turns: list[UsedTurn] = []
         self.lost = 0  # signals that the gateway never took
         self._url, self._key, self._population, self._requests = url, key, population, wanted
+        self._secret = secret
         self._window, self._rng, self._at_once = window_seconds, rng, at_once
         self._house_A = rng.beta(6, 4, population.size)  # hidden weights of the house rule
         self._stop = threading.Event()
@@ -237,7 +241,9 @@ class Users:
         population, self._turn = self._population, self._turn + 1
         account = int(self._rng.choice(population.size, p=population.activity_A))
         request = self._requests[int(self._rng.integers(len(self._requests)))]
-        headers = {"x-etude-user": f"user-{account}", "x-etude-session": f"user-{account} {self._turn}"}
+        name = f"user-{account}"
+        headers = {"x-etude-user": name, "x-etude-session": f"{name} {self._turn}"}
+        headers["x-etude-user-signature"] = signature_of(self._secret, name)
         if population.consent_A[account]:
             headers["x-etude-consent"] = "train"
         messages: Any = [{"role": "user", "content": request.prompt}]
@@ -246,14 +252,14 @@ class Users:
                 model="nano", messages=messages, max_tokens=TOKENS, extra_headers=headers
             )
         except openai.OpenAIError as e:
-            self.turns.append(UsedTurn(account, -1, 0.0, f"{type(e).__name__}: {e}"[:200]))
+            self.turns.append(UsedTurn(account, "", 0.0, f"{type(e).__name__}: {e}"[:200]))
             await asyncio.sleep(_PAUSE_SECONDS)
             return None
         judgement = judged(request, raw.parse().choices[0].message.tool_calls or ())
         utility = worth(judgement, float(self._house_A[account]))
-        release = int(raw.headers["x-etude-version"].partition("/")[0])
-        self.turns.append(UsedTurn(account, release, utility))
-        return self._tell(http, account, raw.headers["x-etude-generation"], request, judgement, utility)
+        turn = raw.headers["x-etude-generation"]
+        self.turns.append(UsedTurn(account, turn, utility))
+        return self._tell(http, account, turn, request, judgement, utility)
 
     async def _tell(
         self,
@@ -331,5 +337,5 @@ class Users:
 
 def mean_utility(turns: Sequence[UsedTurn]) -> float:
     """Mean hidden utility of the answers."""
-    utilities = [turn.utility for turn in turns if turn.release >= 0]
+    utilities = [turn.utility for turn in turns if turn.turn]
     return float(np.mean(utilities)) if utilities else float("nan")

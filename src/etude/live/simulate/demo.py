@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import sqlalchemy as sa
 
 from etude import processes
 from etude.code import fetch_library
@@ -39,9 +40,10 @@ from etude.errors import RunFailed, UserError
 from etude.evals import Estimate, mean_difference
 from etude.live.learn.train import train_window
 from etude.live.learn.window import LiveContents, cut_window, window_samples
+from etude.live.log import schema
 from etude.live.log.accounts import Accounts, open_blobs
 from etude.live.log.records import LivePolicy, Release, ReleaseStage
-from etude.live.log.tenants import create_key, set_policy
+from etude.live.log.tenants import create_key, digest_of, set_policy
 from etude.live.release import releases
 from etude.live.release.canary import Verdict
 from etude.live.release.gate import play_gate
@@ -140,7 +142,8 @@ class _Servers:
     site: ReleaseSite
     control: str  # URL
     gateway: str
-    key: str  # of the users' tenant
+    key: str  # of the users' firm
+    secret: str  # with which it signs their names
 
 
 @contextmanager
@@ -165,7 +168,8 @@ def _servers(folder: Path) -> Iterator[_Servers]:
         path = _write_config(folder, urls, stores)
         site = open_site(validate(LiveConfig, tomllib.loads(path.read_text("utf-8")), str(path)))
         try:
-            key = create_key(site.engine, "firm", "users")
+            key = create_key(site.engine, "firm", "users", proxy=True)
+            secret = Accounts(Path(site.config.folder)).proxy_secret(digest_of(key))
             set_policy(site.engine, "firm", LivePolicy(requests_per_minute=10**6))
             _publish_base(folder / "base")
             ready = logs / "gateway.json"
@@ -173,12 +177,23 @@ def _servers(folder: Path) -> Iterator[_Servers]:
             child = processes.start("gateway", words, logs / "gateway.log")
             children.append(child)
             address = msgspec.json.decode(processes.wait_for_file(ready, child, _START_SECONDS))
-            yield _Servers(folder, site, urls[0], address["url"], key)
+            yield _Servers(folder, site, urls[0], address["url"], key, secret)
         finally:
             site.engine.dispose()
     finally:
         for child in reversed(children):
             child.stop(10)
+
+
+def _turns_of(site: ReleaseSite, number: int) -> set[str]:
+    """The turns that a release has answered: no client is told which did."""
+    turns, served = schema.turns.c, schema.served.c
+    queries = (
+        sa.select(turns.id).where(turns.release == number),
+        sa.select(served.turn).where(served.release == number),
+    )
+    with site.engine.connect() as connection:
+        return {turn for query in queries for turn in connection.scalars(query)}
 
 
 def _write_config(folder: Path, urls: list[str], stores: list[Path]) -> Path:
@@ -242,6 +257,7 @@ class _Demo:
         self._users = Users(
             servers.gateway,
             servers.key,
+            servers.secret,
             draw_population(rng, ACCOUNTS, zipf=_ZIPF),
             user_requests,
             window,
@@ -262,7 +278,7 @@ class _Demo:
                 self._plant()
         users, done = self._users, self.done
         done.turns, done.lost = len(users.turns), users.lost
-        done.failed = sum(turn.release < 0 for turn in users.turns)
+        done.failed = sum(not turn.turn for turn in users.turns)
         done.seconds = time.monotonic() - self._began
         return done
 
@@ -367,7 +383,8 @@ class _Demo:
             time.sleep(_TICK_SECONDS)
         self._users.end()
         self._wait_for_servers()
-        own = [turn for turn in self._users.turns[before:] if turn.release == number]
+        mine = _turns_of(self._site, number)
+        own = [turn for turn in self._users.turns[before:] if turn.turn in mine]
         released = state.stage is ReleaseStage.RELEASED
         reasons = tuple(event.reason for event in state.events if event.decided_by == "canary")
         self.done.outcomes.append(
