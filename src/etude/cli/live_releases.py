@@ -1,20 +1,24 @@
-"""`etude live plan | gate | release | rollback | status | drill | watch-canary`: the release of a version to users,
-step by step."""
+"""`etude live run | plan | gate | approve | refuse | release | rollback | status | drill | watch-canary`: the loop, and
+the release of a version to users step by step."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
 import math
 import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.cli.live import LiveAction, add_config, add_json, opened
 from etude.errors import UserError
 from etude.evals import LookPlan, accounts_per_arm, defended_margin, plan_looks
+
+if TYPE_CHECKING:
+    from etude.live.release.operations import ReleaseSite, ReleaseState
 
 # plan -----------------------------------------------------------------------------------------------------------------
 
@@ -115,19 +119,12 @@ def run_gate(arguments: argparse.Namespace) -> int:
     recipe `train`. Raises UserError."""
     import msgspec
 
-    from etude.cli.overlays import read_toml
-    from etude.config import InferenceConfig, RLConfig, RolloutConfig, validate
-    from etude.live.release import Player, play_gate
+    from etude.live.release import play_gate, player_of
     from etude.live.release.operations import candidate
 
     with opened(arguments.config, make=True) as loop:
-        budget, engine, dialect, boxes = RolloutConfig().budget(), InferenceConfig(), "auto", None
-        if (train := loop.config.train) is not None:
-            recipe = validate(RLConfig, read_toml(Path(train)), train)
-            budget, engine, dialect = recipe.rollout.budget(), recipe.inference, recipe.model.dialect
-            boxes = recipe.sandbox
         version = candidate(loop.site, arguments.store, arguments.version)
-        with Player(loop.site, budget, engine, dialect, boxes) as player:
+        with player_of(loop.site) as player:
             report = play_gate(loop.site, version, player.measure, player.replay, print, arguments.new_anchor)
     failed = report.failed
     print(f"version {report.version}: " + ("passed" if failed is None else f"refused, {failed.name}: {failed.reason}"))
@@ -143,25 +140,58 @@ def add_release(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude live release`."""
     add_config(parser)
     _add_version(parser)
-    parser.add_argument("--approve", metavar="NAME", help="a person lets the release on trial go to its next stage")
     add_json(parser)
 
 
 def run_release(arguments: argparse.Namespace) -> None:
     """Begins the canary of a version that has passed the gate, or continues it. Raises UserError."""
-    from etude.live.release.operations import approve, candidate, start
+    from etude.live.release.operations import candidate, start
 
     with opened(arguments.config, make=True) as loop:
-        if arguments.approve is not None:
-            state = approve(loop.site, arguments.approve)
-        else:
-            manifest = candidate(loop.site, arguments.store, arguments.version).manifest
-            state = start(loop.site, manifest.digest, manifest.version)
+        manifest = candidate(loop.site, arguments.store, arguments.version).manifest
+        state = start(loop.site, manifest.live, manifest.version)
+    _print_state(arguments, state)
+
+
+def _print_state(arguments: argparse.Namespace, state: ReleaseState) -> None:
     event, release = state.events[-1], state.release
     print(f"release {release.number} (version {release.version}): {event.stage} at {event.share:.0%}, {event.reason}")
     if arguments.json:
         figures = {"release": release.number, "stage": str(event.stage), "share": event.share, "reason": event.reason}
         print(json.dumps(figures))
+
+
+def add_approve(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live approve`."""
+    add_config(parser)
+    parser.add_argument(
+        "--by", default=getpass.getuser(), metavar="NAME", help="who decides, for the log (default: you)"
+    )
+    add_json(parser)
+
+
+def run_approve(arguments: argparse.Namespace) -> None:
+    """Approves what waits for a person: a version after the gate, or the canary's next stage. Raises UserError."""
+    from etude.live.release.operations import approve
+
+    with opened(arguments.config) as loop:
+        state = approve(loop.site, arguments.by)
+    _print_state(arguments, state)
+
+
+def add_refuse(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live refuse`."""
+    add_approve(parser)
+    parser.add_argument("--reason", default="refused by hand", help="why, for the log")
+
+
+def run_refuse(arguments: argparse.Namespace) -> None:
+    """Refuses a version after the gate, or rolls the release on trial back. Raises UserError."""
+    from etude.live.release.operations import refuse
+
+    with opened(arguments.config) as loop:
+        state = refuse(loop.site, arguments.by, arguments.reason)
+    _print_state(arguments, state)
 
 
 def add_rollback(parser: argparse.ArgumentParser) -> None:
@@ -213,6 +243,12 @@ def run_status(arguments: argparse.Namespace) -> None:
 
     with opened(arguments.config, make=True) as loop:
         state = status(loop.site)
+        state["loop"] = _loop_state(loop.site)
+    print(
+        f"Loop: {state['loop']['why']}"
+        + ("" if state["loop"]["running"] else "; `etude live run` is not running")
+        + ".\n"
+    )
     print("| release | version | stage | accounts | decided by | why |\n|---|---|---|---|---|---|")
     for release in state["releases"]:
         last = release["events"][-1]
@@ -247,6 +283,19 @@ def run_status(arguments: argparse.Namespace) -> None:
         print(json.dumps(state))
 
 
+def _loop_state(site: ReleaseSite) -> dict[str, Any]:
+    """The leg of the loop, what it waits for, and the time of the next cut (nanoseconds)."""
+    from etude.live.legs import leg_of
+    from etude.runfolder import is_running
+
+    running = is_running(Path(site.config.folder))
+    try:
+        leg = leg_of(site)
+    except UserError as e:
+        return {"leg": None, "why": str(e), "next_cut": None, "running": running}
+    return {"leg": str(leg.kind), "why": leg.why, "next_cut": leg.due, "running": running}
+
+
 def run_drill(arguments: argparse.Namespace) -> None:
     """Rolls the canary's servers back and forward again, and prints the seconds of each cluster. Raises UserError for a
     cluster that takes longer than a minute."""
@@ -277,8 +326,30 @@ def run_watch_canary(arguments: argparse.Namespace) -> None:
         watch(loop.site, stop.wait, lambda text: print(text, flush=True), arguments.every)
 
 
+def run_run(arguments: argparse.Namespace) -> None:
+    """Runs the loop until SIGTERM or Ctrl-C, which end it within seconds: the leg is done again by the next run. Raises
+    UserError."""
+    from etude.live.legs import run
+
+    def end(*_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # one is enough; children are being stopped
+        raise KeyboardInterrupt
+
+    with opened(arguments.config, make=True) as loop:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
+        try:
+            run(loop.site, threading.Event().wait, lambda text: print(text, flush=True))
+        except KeyboardInterrupt:
+            print("ended; the same command goes on", flush=True)
+
+
 ACTIONS: dict[str, LiveAction] = {
     "plan": (add_plan, run_plan),
+    "run": (add_config, run_run),
+    "approve": (add_approve, run_approve),
+    "refuse": (add_refuse, run_refuse),
     "gate": (add_gate, run_gate),
     "release": (add_release, run_release),
     "rollback": (add_rollback, run_rollback),

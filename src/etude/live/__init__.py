@@ -2,7 +2,8 @@
 
     observe ->  gateway  ->  log  ->  learn (labels, advantages, trainer)  ->  release (gate, canary, stores)
 
-Folders import downwards: simulate, release, learn, gateway, log; `observe` imports `log` alone.
+`legs` does these by itself. Imports go downwards: simulate, legs, release, learn, gateway, log; `observe` imports
+`log` alone.
 """
 
 PUBLIC = (
@@ -12,6 +13,7 @@ PUBLIC = (
     "log.privacy",
     "log.records",
     "log.tenants",
+    "legs",
     "observe",
     "release",
     "release.operations",
