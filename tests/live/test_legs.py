@@ -14,9 +14,9 @@ from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, TaskResult
 from etude.live import legs
 from etude.live.learn import train
+from etude.live.legs import LegKind, leg_of, step
 from etude.live.log import schema
 from etude.live.log.records import ReleaseStage
-from etude.live.legs import LegKind, leg_of, step
 from etude.live.release import operations
 from etude.live.release.reports import GatePart
 from etude.weights.manifest import manifests
@@ -118,7 +118,7 @@ def test_two_days_of_a_loop(small: World, plays: Plays) -> None:
         "the gate let it pass",
         "window 2: 0 of 2 turns are learned from; too few, they join the next window",
         "window 3: 8 of 8 turns are learned from",
-        "the gate refused it",
+        "the gate refused it, suite tiny: not shown to be no worse",
         "release 4 at 50%: roll back, undone edits",
         "the next window is cut at 2026-01-01",
     ):

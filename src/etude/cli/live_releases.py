@@ -119,18 +119,15 @@ def run_gate(arguments: argparse.Namespace) -> int:
     recipe `train`. Raises UserError."""
     import msgspec
 
-    from etude.live.release import play_gate, player_of
+    from etude.live.legs import gate
     from etude.live.release.operations import candidate
 
     with opened(arguments.config, make=True) as loop:
         version = candidate(loop.site, arguments.store, arguments.version)
-        with player_of(loop.site) as player:
-            report = play_gate(loop.site, version, player.measure, player.replay, print, arguments.new_anchor)
-    failed = report.failed
-    print(f"version {report.version}: " + ("passed" if failed is None else f"refused, {failed.name}: {failed.reason}"))
+        report = gate(loop.site, version, print, arguments.new_anchor)
     if arguments.json:
         print(msgspec.json.encode(report).decode())
-    return int(failed is not None)
+    return int(report.failed is not None)
 
 
 # release and rollback -------------------------------------------------------------------------------------------------

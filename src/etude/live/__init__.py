@@ -9,13 +9,12 @@
 PUBLIC = (
     "gateway",
     "learn",
+    "legs",
     "log.accounts",
     "log.privacy",
     "log.records",
     "log.tenants",
-    "legs",
     "observe",
-    "release",
     "release.operations",
     "simulate.demo",
 )

@@ -11,10 +11,8 @@
 | watch   | a release is on trial                              | canary's accounts | an event: released or rolled_back |
 | wait    | none of these                                      | the next cut      | -                                 |
 
-The leg follows from the rows of the log alone, so a process killed in any leg goes on with the same one, and what a leg
-has written is not done again. One window is on its way at a time. A batch that is too small is held for the next
-window; after a refusal or a rollback the next window begins with the weights of the control. Before anything was
-released, what the control's store holds goes through the gate: it becomes the first release, and the anchor.
+The leg follows from the rows of the log, so a process killed in any leg goes on with it, and does none twice. One
+window is on its way at a time; a batch that is too small is held for the next, which begins with the control's weights.
 """
 
 from __future__ import annotations
@@ -41,8 +39,8 @@ from etude.live.release.gate import play_gate, refuse_weak
 from etude.live.release.operations import ReleaseCandidate, ReleaseSite, candidate
 from etude.live.release.player import player_of
 from etude.live.release.releases import ReleaseLog
+from etude.live.release.reports import GateReport
 
-Say = Callable[[str], None]
 LegKind = StrEnum("LegKind", ["CUT", "TRAIN", "GATE", "APPROVE", "RELEASE", "WATCH", "WAIT"])
 AGAIN_SECONDS = 3600.0  # the longest pause before a leg that failed is tried again
 
@@ -64,8 +62,8 @@ def leg_of(site: ReleaseSite) -> Leg:
     if (trial := log.trial) is not None:
         return Leg(LegKind.WATCH, f"release {trial.release.number} is on trial")
     if log.current is None:
-        waits = Leg(LegKind.WAIT, f"the gate refused what {own} holds: publish another version there")
-        return _of_version(site, log, candidate(site, own, None)) or waits
+        refused = Leg(LegKind.WAIT, f"the gate refused what {own} holds: publish another version there")
+        return _of_version(site, log, candidate(site, own, None)) or refused
     with journal.reading(site.engine) as connection:
         window = connection.execute(sa.select(table).order_by(table.c.number.desc()).limit(1)).first()
     if window is not None and window.version is not None:
@@ -95,9 +93,8 @@ def _of_version(site: ReleaseSite, log: ReleaseLog, version: ReleaseCandidate) -
     return Leg(LegKind.GATE, f"{what} goes through the gate", version=version)
 
 
-def step(site: ReleaseSite, say: Say) -> Leg:
-    """Brings the stores to the rows, does one leg, and returns it. Raises UserError, RunFailed or DBAPIError; the next
-    call then does the same leg."""
+def step(site: ReleaseSite, say: Callable[[str], None]) -> Leg:
+    """Brings the stores to the rows and does one leg. Raises UserError, RunFailed or DBAPIError."""
     leg, config, folder = leg_of(site), site.config, Path(site.config.folder)
     line = operations.tick(site).text
     contents, version = LiveContents(site.engine, Accounts(folder), open_blobs(folder)), leg.version
@@ -111,30 +108,38 @@ def step(site: ReleaseSite, say: Say) -> Leg:
         done = train_window(config, site.engine, leg.window, samples, seconds=60 * config.loop.minutes)
         say(f"window {leg.window}: version {done.version} learned from {done.turns:,} turns ({done.action})")
     elif leg.kind is LegKind.GATE and version is not None:
-        with player_of(site) as player:
-            report = play_gate(site, version, player.measure, player.replay, say)
-        say(f"version {report.version}: the gate {'refused it' if report.failed else 'let it pass'}")
+        gate(site, version, say)
     elif leg.kind is LegKind.RELEASE and version is not None:
-        state = operations.start(site, version.manifest.live, version.manifest.version)
-        say(f"release {state.release.number}: {state.stage}, {state.events[-1].reason}")
+        out = operations.start(site, version.manifest.live, version.manifest.version)
+        say(f"release {out.release.number}: {out.stage}, {out.events[-1].reason}")
     else:
         say(line if leg.kind is LegKind.WATCH else leg.why)
     failpoint(f"loop.{leg.kind}")
     return leg
 
 
-def run(site: ReleaseSite, ended: Callable[[float], bool], say: Say) -> None:
-    """Does one leg after the other until `ended`, which waits for the seconds that it is given, is true. A leg that
-    fails is tried again, after ever longer pauses. Raises UserError for a loop that cannot run, or runs already."""
+def gate(
+    site: ReleaseSite, version: ReleaseCandidate, say: Callable[[str], None], new_anchor: bool = False
+) -> GateReport:
+    """The report of the gate on a version, with real boxes and engines. Raises UserError."""
+    with player_of(site) as player:
+        report = play_gate(site, version, player.measure, player.replay, say, new_anchor)
+    failed = "" if report.failed is None else f" refused it, {report.failed.name}: {report.failed.reason}"
+    say(f"version {report.version}: the gate{failed or ' let it pass'}")
+    return report
+
+
+def run(site: ReleaseSite, ended: Callable[[float], bool], say: Callable[[str], None]) -> None:
+    """Does one leg after the other until `ended`, which waits for so many seconds, is true. A leg that fails is tried
+    again, after ever longer pauses. Raises UserError for a loop that cannot run, or runs already."""
     live_run(site.config)
     refuse_weak(site.config.gate, lambda _: None)
-    last, failures = "", 0
+    lines, failures = [""], 0
 
     def once(line: str) -> None:
-        nonlocal last
-        if line != last:
+        if line != lines[-1]:
             say(f"{datetime.fromtimestamp(journal.now() / 1e9, UTC):%F %T} {line}")
-        last = line
+        lines[:] = [line]
 
     with runfolder.lock(Path(site.config.folder)):
         while True:
