@@ -30,8 +30,8 @@ OPTIONS = {
 class World:
     """A loop of one cluster whose servers follow their stores; `seconds` have passed since it began."""
 
-    def __init__(self, root: Path, **options: object) -> None:
-        self.loop = new_loop(root, deterministic=True)
+    def __init__(self, root: Path, more: str = "", **options: object) -> None:
+        self.loop = new_loop(root, deterministic=True, more=more)
         self.control, self.canary = Follower(root / "control"), Follower(root / "canary")
         self.canary.store.mkdir()
         cluster = {

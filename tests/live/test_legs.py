@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,6 +182,28 @@ def test_a_version_is_gated_again_beside_another_release(small: World, plays: Pl
     assert done(small, 3) == ["gate", "release", "watch"]
 
 
+def test_adapters_are_released_as_whole_weights(tmp_path, monkeypatch, plays: Plays) -> None:
+    """A version trained with LoRA passes the gate and reaches all servers; the next window begins with it."""
+    with world(tmp_path, monkeypatch.setattr, more="[trainer.lora]\nrank = 2\n") as made:
+        done(made, 2)
+        for window in (1, 2):
+            made.seconds += 7 * HOUR
+            made.ask(6)
+            assert done(made, 5) == ["cut", "train", "gate", "release", "watch"]
+            made.use()
+            done(made, 1)
+            made.use()
+            done(made, 1)
+            current = made.site.read().current
+            assert current is not None
+            assert current.release.window == window
+            candidate = manifests(made.loop.candidates)[-1]
+            assert candidate.live != candidate.digest, "it holds adapters"
+            for follower in (made.control, made.canary):
+                assert follower.health()["digest"] == candidate.live == current.release.manifest
+        assert windows(made) == [(1, 1, 0), (2, 2, 1)]
+
+
 def test_one_runner_and_what_cannot_run_is_refused(small: World, tmp_path) -> None:
     folder = Path(small.site.config.folder)
     with runfolder.lock(folder), pytest.raises(UserError, match="is being run by another process"):
@@ -207,3 +234,80 @@ def test_a_leg_that_fails_is_tried_again_after_longer_pauses(small: World, monke
     legs.run(small.site, ended, lines.append)
     assert pauses == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
     assert [line.partition(" not now: ")[2] for line in lines] == ["the store is away"]
+
+
+KILLED = """
+import contextlib, json, sys
+from etude.config import validate
+from etude.config.live import LiveConfig
+from etude.live import legs
+from etude.live.log import journal
+from etude.live.release.operations import open_site
+from tests.live.test_legs import Plays
+now = [int(sys.argv[2])]
+journal.now = lambda: now[0]
+legs.player_of = lambda site: contextlib.nullcontext(Plays())
+site = open_site(validate(LiveConfig, json.loads(sys.argv[1]), "test"))
+def ended(pause):
+    now[0] += 60 * 10**9
+    return legs.leg_of(site).kind == sys.argv[3]
+legs.run(site, ended, print)
+"""
+PLACES = ("live.window:1", "loop.cut:1", "live.admitted:1", "trainer.published:2", "loop.train:1", "gate.report:1",
+          "loop.gate:1", "release.event:1", "publisher.payload:1", "loop.release:1", "release.event:2")  # fmt: skip
+
+
+@pytest.mark.release
+def test_killed_in_any_leg_the_same_command_goes_on(tmp_path, monkeypatch) -> None:
+    """kill -9 of the loop, or of its trainer, at each place of a window's way to users: in the end one window, one
+    version, one release, and the weights of a loop that nobody killed."""
+    digests = []
+    for places in ((), PLACES):
+        with world(tmp_path / str(len(places)), monkeypatch.setattr) as made:
+            monkeypatch.setattr(legs, "player_of", lambda site: contextlib.nullcontext(Plays()))
+            done(made, 2)
+            made.seconds = 7 * HOUR
+            made.ask(6)
+            codes = []
+            for place in (*places, ""):
+                environment = os.environ | ({"ETUDE_FAILPOINT": place} if place else {})
+                words = [sys.executable, "-c", KILLED, json.dumps(made.options), str(made.now()), "watch"]
+                ran = subprocess.run(words, env=environment, timeout=200, check=False, capture_output=True, text=True)
+                codes.append(ran.returncode)
+                made.seconds += 60.0
+            assert codes[-1] == 0, ran.stderr[-2000:]
+            assert stages(made) == ["released", "canary"]
+            assert windows(made) == [(1, 1, 0)]
+            assert [m.version for m in manifests(made.loop.candidates)] == [0, 1]
+            assert made.canary.health()["digest"] == made.site.read().states[1].release.manifest
+            digests.append((made.canary.health()["digest"], codes.count(-signal.SIGKILL)))
+    assert digests[0][0] == digests[1][0]
+    assert digests[1][1] >= 9, "the trainer's own death is a leg that failed and was done again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_ends_within_seconds(tmp_path, monkeypatch, number) -> None:
+    """While it waits for the next cut, with exit code 0; its lock is free, and the status shows the loop."""
+    with world(tmp_path, monkeypatch.setattr, loop={"hours": 1000.0}) as made:
+        monkeypatch.undo()
+        monkeypatch.setattr(legs, "player_of", lambda site: contextlib.nullcontext(Plays()))
+        done(made, 2)
+        path = tmp_path / "live.toml"
+        cluster = made.options["clusters"][0]
+        path.write_text(
+            f"folder = {made.options['folder']!r}\ntrain = {made.options['train']!r}\n[loop]\nhours = 1000.0\n"
+            f"[gate]\nsuites = {made.options['gate']['suites']}\nmargin = 0.8\n[[clusters]]\n"
+            + "".join(f"{key} = {value!r}\n" for key, value in cluster.items())
+        )
+        command = [sys.executable, "-m", "etude.cli.main", "live"]
+        ran = subprocess.Popen([*command, "run", str(path)], stdout=subprocess.PIPE, text=True)
+        assert ran.stdout is not None
+        assert "the next window is cut at" in ran.stdout.readline()
+        status = subprocess.run([*command, "status", str(path)], capture_output=True, text=True, timeout=60, check=True)
+        assert status.stdout.startswith("Loop: the next window is cut at ")
+        assert "is not running" not in status.stdout.splitlines()[0]
+        ran.send_signal(number)
+        assert ran.wait(15) == 0
+        assert ran.stdout.read() == "ended; the same command goes on\n"
+        assert not runfolder.is_running(Path(made.options["folder"]))

@@ -26,6 +26,7 @@ from etude.config import GuardsConfig
 from etude.config.live import GateConfig
 from etude.errors import UserError
 from etude.evals import EvalResult, TaskResult, defended_margin, paired_score
+from etude.failpoints import failpoint
 from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
 from etude.live.release.operations import ReleaseCandidate, ReleaseSite
@@ -84,7 +85,7 @@ def play_gate(
         window=version.window,
         at=0,
     )
-    parts = [integrity(version, site.key, site.base)]
+    parts = [integrity(version, site.key, lambda: site.base(version.store))]
     if parts[0].passed:
         for suite in config.suites:
             parts += _suite(config, Path(suite), release, incumbent, anchor, measure)
@@ -108,6 +109,7 @@ def play_gate(
 def _keep(site: ReleaseSite, release: Release, report: GateReport) -> None:
     """Stores the report, then writes the release's row: without a row the gate is run again."""
     digest = keep_report(report, site.key)
+    failpoint("gate.report")
     failed = report.failed
     stage = ReleaseStage.GATE if failed is None else ReleaseStage.REFUSED
     reason = "passed every part" if failed is None else f"{failed.name}: {failed.reason}"

@@ -33,7 +33,7 @@ from etude.live.release import releases
 from etude.live.release.canary import CanaryDecision, CanaryTrial, TallyRow, Verdict, decide, holdback_lift, tallies_of
 from etude.live.release.releases import ReleaseLog, ReleaseState, StoreTarget
 from etude.live.release.reports import read_report
-from etude.live.release.stores import StoreState, bring, prepare, store_states
+from etude.live.release.stores import COPIES, StoreState, bring, prepare, store_states
 from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.weights import newest_manifest, read_manifest
@@ -69,12 +69,22 @@ class ReleaseSite:
         """Whether any cluster has servers for a canary."""
         return any(cluster.canary_urls for cluster in self.config.clusters)
 
-    def base(self) -> Mapping[str, Any]:
-        """The tensors of the model that the versions began with. Raises UserError."""
+    def base_folder(self, store: str) -> Path:
+        """The model folder that the versions of a store begin with: that of the run whose store it is, else
+        `gate.base`. Raises UserError."""
+        from etude.runfolder import load_config
         from etude.weights import model_folder
+
+        weights = Path(store.removeprefix("file://"))
+        run = weights.parent
+        own = weights.name == "weights" and (run / "config.json").is_file()
+        return model_folder(load_config(run).model.path if own else self.config.gate.base)
+
+    def base(self, store: str) -> Mapping[str, Any]:
+        """The tensors of that folder. Raises UserError."""
         from etude.weights.export import folder_tensors
 
-        return folder_tensors(model_folder(self.config.gate.base))
+        return folder_tensors(self.base_folder(store))
 
     def read(self) -> ReleaseLog:
         """The log of releases."""
@@ -382,7 +392,7 @@ def _prepared(site: ReleaseSite, targets: Sequence[StoreTarget]) -> list[Callabl
             _log.warning("the %s store of cluster %s is away: %s", target.arm, target.cluster, e)
             return None
 
-    with ThreadPoolExecutor(max(1, len(targets))) as pool:
+    with ThreadPoolExecutor(COPIES) as pool:
         return [ready for ready in pool.map(one, targets) if ready is not None]
 
 
@@ -431,9 +441,9 @@ def drill(site: ReleaseSite, say: Callable[[str], None]) -> list[tuple[str, floa
     away = bring(targets, site.key, site.base)
     back = [_with(target, before) for target in targets]
     took: list[tuple[str, float]] = []
+    began = time.monotonic()
     try:
         ready = [prepare(target, site.key, site.base) for target in back]
-        began = time.monotonic()
         with ThreadPoolExecutor(len(ready)) as pool:
             list(pool.map(lambda write: write(), ready))
         left = dict.fromkeys(target.cluster for target in back)

@@ -94,12 +94,11 @@ class Player:
 
     def model(self, release: Release) -> Path:
         """The model folder of a release's content. Raises UserError."""
-        from etude.weights import model_folder
         from etude.weights.export import export
 
         out = Path(self._scratch.name) / release.manifest
         if not out.exists():
-            export(open_store(release.store), release.version, model_folder(self.site.config.gate.base), out)
+            export(open_store(release.store), release.version, self.site.base_folder(release.store), out)
         return out
 
     def measure(self, release: Release, suite: Path) -> EvalResult:
