@@ -41,7 +41,7 @@ ACTIONS = {
     "run": "run the loop: cut windows, learn, gate, release and watch, until it is interrupted",
     "approve": "let what waits for a person go on: a version after the gate, or a stage of the canary",
     "refuse": "refuse a version after the gate, or roll the release on trial back",
-    "plan": "tell how many accounts show that a version is better, and what a suite can defend",
+    "plan": "tell what can be shown in what time, with the suites, the canary and the accounts that the log has seen",
     "gate": "play a version against the current release, and refuse it if it is worse",
     "release": "bring a version that has passed the gate to the canary, and step by step to all",
     "rollback": "take a release back in every cluster",

@@ -10,12 +10,12 @@ import math
 import signal
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.cli.live import LiveAction, add_config, add_json, opened
 from etude.errors import UserError
-from etude.evals import LookPlan, accounts_per_arm, defended_margin, plan_looks
 
 if TYPE_CHECKING:
     from etude.live.release.operations import ReleaseSite, ReleaseState
@@ -25,75 +25,46 @@ if TYPE_CHECKING:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude live plan`."""
-    parser.add_argument("--base", type=float, required=True, help="share of accounts that are satisfied now, e.g. 0.5")
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--lift", type=float, help="rise of that share to be shown, e.g. 0.05 for five points")
-    wanted.add_argument("--accounts", type=int, help="accounts of each arm that there are; prints the lift they show")
-    parser.add_argument("--alpha", type=float, default=0.05, help="probability of a false finding (default: 0.05)")
+    add_config(parser)
+    base = "share of edits that users keep now (default: that of the log's last week)"
+    parser.add_argument("--base", type=float, metavar="SHARE", help=base)
     parser.add_argument("--power", type=float, default=0.8, help="probability to find a true lift (default: 0.8)")
-    looks = "shares of the accounts after which to look, rising to 1 (default: quarters)"
-    parser.add_argument("--looks", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], metavar="SHARE", help=looks)
-    parser.add_argument("--tasks", type=int, help="tasks of the frozen suite; prints the margin that it can defend")
-    discordant = "share of tasks that only one of two versions passes (default: 0.1)"
-    parser.add_argument("--discordant", type=float, default=0.1, metavar="SHARE", help=discordant)
     add_json(parser)
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
-    """Prints how many accounts and tasks a release needs. Raises UserError."""
-    try:
-        plan = plan_looks(arguments.looks, arguments.alpha, arguments.power)
-        lift = arguments.lift if arguments.accounts is None else _smallest_lift(arguments, plan)
-        accounts = accounts_per_arm(arguments.base, lift, plan)
-    except ValueError as e:
-        raise UserError(f"no such plan: {e}") from None
-    figures: dict[str, Any] = {"lift": lift, "accounts_per_arm": accounts, "expected_share": plan.expected}
-    looks = zip(plan.fractions, plan.bounds, strict=True)
-    figures["looks"] = [{"accounts": round(share * accounts), "z": bound} for share, bound in looks]
-    if arguments.tasks is not None:
-        figures["margin"] = _margin(arguments.tasks, arguments.discordant, plan)
-    print(
-        f"A rise from {arguments.base:.1%} to {arguments.base + lift:.1%} is found with probability "
-        f"{plan.power:.0%} by {accounts:,} accounts in each arm, {plan.inflation:.1%} of what one look at the end "
-        f"takes; if it is true, by {plan.expected / plan.inflation:.0%} of them on average."
-    )
-    print("\n| look | accounts in each arm | better if z is above |\n|---|---|---|")
-    for number, look in enumerate(figures["looks"], 1):
-        print(f"| {number} | {look['accounts']:,} | {look['z']:.3f} |")
-    if arguments.tasks is not None:
-        print(
-            f"\nA suite of {arguments.tasks:,} tasks, {arguments.discordant:.0%} of which one of two versions alone "
-            f"passes, defends a margin of {100 * figures['margin']:.1f} points."
-        )
+    """Prints what the configuration can show in what time, with the accounts of the last week. Raises UserError."""
+    from etude.live.release.operations import plan
+
+    if arguments.base is not None and not 0 < arguments.base < 1:
+        raise UserError(f"--base {arguments.base:g}: a share of edits lies between 0 and 1")
+    if not 0 < arguments.power < 1:
+        raise UserError(f"--power {arguments.power:g}: a probability lies between 0 and 1")
+    with opened(arguments.config, make=True) as loop:
+        told = plan(loop.site, arguments.base, arguments.power)
+        config = loop.config
+    print("| tenant | accounts in the last week |\n|---|---|")
+    for tenant, count in sorted(told.tenants.items()):
+        print(f"| {tenant} | {count:,} |")
+    print("\n| suite | held-out tasks | margin that it defends | `gate.margin` |\n|---|---|---|---|")
+    for name, tasks, margin in told.margins:
+        print(f"| {name} | {tasks} | {100 * margin:.1f} points | {100 * config.gate.margin:.1f} points |")
+    if not told.margins:
+        print("| none: nothing is released; name one in `gate.suites` | | | |")
+    print(f"\n| stage | hours until {config.canary.least} accounts have matured |\n|---|---|")
+    for stage in told.stages:
+        late = stage.hours is None or stage.hours > config.canary.hours
+        back = f": rolled back after {config.canary.hours:g}" if late else ""
+        shown = "more than a week" if stage.hours is None else f"{stage.hours:.1f}"
+        print(f"| {stage.share:.0%} | {shown}{back} |")
+    if told.kept is None:
+        print("\nNo edit was seen in the last week: give --base for the lifts that can be shown.")
+    else:
+        print(f"\n| days at the last stage before all | lift of {told.kept:.1%} kept edits that is found |\n|---|---|")
+        for days, lift in told.lifts.items():
+            print(f"| {days} | {'none' if lift is None else f'{100 * lift:+.1f} points'} |")
     if arguments.json:
-        print(json.dumps(figures))
-
-
-def _margin(tasks: int, discordant: float, plan: LookPlan) -> float:
-    if tasks < 1 or not 0 < discordant <= 1:
-        raise UserError(
-            f"a suite has tasks, and a share of them differs: got {tasks} tasks and a share of {discordant}"
-        )
-    return defended_margin(tasks, discordant, plan.alpha, plan.power)
-
-
-def _smallest_lift(arguments: argparse.Namespace, plan: LookPlan) -> float:
-    """The smallest lift that the accounts show, to a hundredth of a point. Raises ValueError, or UserError if there is
-    none."""
-    if arguments.accounts < 1:
-        raise UserError(f"--accounts {arguments.accounts}: an arm has accounts")
-    last = int((1 - arguments.base) * 10_000 - 1e-9)
-    low, high = 0, max(0, last)
-    if not high or accounts_per_arm(arguments.base, high / 10_000, plan) > arguments.accounts:
-        raise UserError(
-            f"{arguments.accounts:,} accounts in each arm show no lift from {arguments.base:.1%}; wait for "
-            f"more, or take a lower --power"
-        )
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = accounts_per_arm(arguments.base, middle / 10_000, plan) <= arguments.accounts
-        low, high = (low, middle) if enough else (middle, high)
-    return high / 10_000
+        print(json.dumps(asdict(told)))
 
 
 # gate -----------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
     "live rollback": ("serve", "live"),
     "live drill": ("serve", "live"),
     "live watch-canary": ("serve", "live"),
-    "live plan": (),
+    "live plan": ("live",),
     "live watch": (),  # of developers, who have no part of the loop
     "live hook": (),
 }

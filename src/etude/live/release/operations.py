@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import sqlalchemy as sa
@@ -37,6 +37,9 @@ from etude.live.release.stores import COPIES, StoreState, bring, prepare, store_
 from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.weights import newest_manifest, read_manifest
+
+if TYPE_CHECKING:
+    from etude.live.release.forecast import Forecast
 
 DEADLINE = 60.0
 """Seconds in which a cluster's servers must serve a new target; later they get no requests."""
@@ -469,7 +472,14 @@ def _with(target: StoreTarget, release: Release) -> StoreTarget:
     return StoreTarget(target.cluster, target.arm, target.store, target.urls, release, target.since)
 
 
-# --- status -----------------------------------------------------------------------------------------------------------
+# --- plan and status --------------------------------------------------------------------------------------------------
+
+
+def plan(site: ReleaseSite, base: float | None, power: float) -> Forecast:
+    """What can be shown in what time; see `forecast`. Raises UserError."""
+    from etude.live.release.forecast import forecast  # which reads the gate's constants
+
+    return forecast(site.config, site.engine, bool(site.canary.holdback), base, power)
 
 
 def status(site: ReleaseSite) -> dict[str, Any]:
