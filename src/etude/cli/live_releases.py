@@ -41,30 +41,30 @@ def run_plan(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.power < 1:
         raise UserError(f"--power {arguments.power:g}: a probability lies between 0 and 1")
     with opened(arguments.config, make=True) as loop:
-        told = plan(loop.site, arguments.base, arguments.power)
+        ahead = plan(loop.site, arguments.base, arguments.power)
         config = loop.config
     print("| tenant | accounts in the last week |\n|---|---|")
-    for tenant, count in sorted(told.tenants.items()):
+    for tenant, count in sorted(ahead.tenants.items()):
         print(f"| {tenant} | {count:,} |")
     print("\n| suite | held-out tasks | margin that it defends | `gate.margin` |\n|---|---|---|---|")
-    for name, tasks, margin in told.margins:
+    for name, tasks, margin in ahead.margins:
         print(f"| {name} | {tasks} | {100 * margin:.1f} points | {100 * config.gate.margin:.1f} points |")
-    if not told.margins:
+    if not ahead.margins:
         print("| none: nothing is released; name one in `gate.suites` | | | |")
     print(f"\n| stage | hours until {config.canary.least} accounts have matured |\n|---|---|")
-    for stage in told.stages:
+    for stage in ahead.stages:
         late = stage.hours is None or stage.hours > config.canary.hours
         back = f": rolled back after {config.canary.hours:g}" if late else ""
         shown = "more than a week" if stage.hours is None else f"{stage.hours:.1f}"
         print(f"| {stage.share:.0%} | {shown}{back} |")
-    if told.kept is None:
+    if ahead.kept is None:
         print("\nNo edit was seen in the last week: give --base for the lifts that can be shown.")
     else:
-        print(f"\n| days at the last stage before all | lift of {told.kept:.1%} kept edits that is found |\n|---|---|")
-        for days, lift in told.lifts.items():
+        print(f"\n| days at the last stage before all | lift of {ahead.kept:.1%} kept edits that is found |\n|---|---|")
+        for days, lift in ahead.lifts.items():
             print(f"| {days} | {'none' if lift is None else f'{100 * lift:+.1f} points'} |")
     if arguments.json:
-        print(json.dumps(asdict(told)))
+        print(json.dumps(asdict(ahead)))
 
 
 # gate -----------------------------------------------------------------------------------------------------------------

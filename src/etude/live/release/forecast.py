@@ -1,4 +1,4 @@
-"""What a configuration can show in what time, from the accounts that its log has seen in the last week."""
+"""A forecast of what a configuration can show in what time, from the accounts that its log saw in the last week."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etude.config import LiveConfig
 from etude.evals import LookPlan, accounts_per_arm, defended_margin, plan_looks
 from etude.live.log import journal, schema
 from etude.live.log.records import Arm
-from etude.live.release.gate import DISCORDANT, SPLIT
+from etude.live.release.reports import DISCORDANT, SPLIT
 from etude.tasks import load_dataset
 
 DAYS = (1, 7, 28)

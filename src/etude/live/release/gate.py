@@ -31,7 +31,7 @@ from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
 from etude.live.release.operations import ReleaseCandidate, ReleaseSite
 from etude.live.release.releases import ReleaseState
-from etude.live.release.reports import GatePart, GateReport, keep_report
+from etude.live.release.reports import DISCORDANT, SPLIT, GatePart, GateReport, keep_report
 from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.tasks import load_dataset
@@ -39,9 +39,6 @@ from etude.tasks import load_dataset
 if TYPE_CHECKING:
     from etude.weights.content import Folder
 
-DISCORDANT = 0.1
-"""The assumed share of tasks that only one of two equal versions passes, with one sample each."""
-SPLIT = "heldout"
 _RESAMPLES = 10_000
 _LOST = 0.1  # share of tasks that may be lost to infrastructure
 _MOST = 0.99  # of a margin

@@ -476,8 +476,8 @@ def _with(target: StoreTarget, release: Release) -> StoreTarget:
 
 
 def plan(site: ReleaseSite, base: float | None, power: float) -> Forecast:
-    """What can be shown in what time; see `forecast`. Raises UserError."""
-    from etude.live.release.forecast import forecast  # which reads the gate's constants
+    """The forecast of what can be shown in what time. Raises UserError."""
+    from etude.live.release.forecast import forecast
 
     return forecast(site.config, site.engine, bool(site.canary.holdback), base, power)
 

@@ -28,9 +28,8 @@ from etude.live.log.derive import Message, MessageCall, conversation, of_answer,
 from etude.live.log.privacy import planted
 from etude.live.log.records import Release, ServedTurn, SignalKind, TurnContent, TurnKind
 from etude.live.log.scrub import scrubbed
-from etude.live.release.gate import SPLIT
 from etude.live.release.operations import ReleaseSite
-from etude.live.release.reports import GatePart
+from etude.live.release.reports import SPLIT, GatePart
 from etude.protocol import GenerateRequest
 from etude.protocol.backends import EngineClient
 from etude.records import Budget

@@ -13,6 +13,9 @@ from etude.live.log.records import Release
 from etude.records import Record
 from etude.store import open_store
 
+DISCORDANT = 0.1
+"""The assumed share of tasks that only one of two equal versions passes, with one sample each."""
+SPLIT = "heldout"
 _DOMAIN = b"etude gate report\0"
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 
@@ -24,10 +24,8 @@ from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.weights import newest_manifest, published_versions, read_manifest
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    Base = Callable[[str], Mapping[str, Tensor]]  # URL of a store -> tensors of the model that its versions began with
+Base = Callable[[str], Mapping[str, Any]]
+"""URL of a store -> tensors of the model that its versions began with."""
 
 _CONNECT_SECONDS, _READ_SECONDS = 1.0, 3.0
 _MAX_AT_ONCE = 32  # servers at a time

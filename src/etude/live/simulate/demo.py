@@ -374,8 +374,11 @@ class _Demo:
         self._wait_for_servers()
         own = [turn for turn in self._users.turns[before:] if turn.release == number]
         released = state.stage is ReleaseStage.RELEASED
-        told = [event.reason.partition("; ") for event in state.events if event.decided_by == "canary"]
-        reasons, lift = tuple(why for why, _, _ in told), next((lift for _, _, lift in reversed(told) if lift), "")
+        decisions = [event.reason.partition("; ") for event in state.events if event.decided_by == "canary"]
+        reasons, lift = (
+            tuple(why for why, _, _ in decisions),
+            next((lift for _, _, lift in reversed(decisions) if lift), ""),
+        )
         self.done.outcomes.append(
             ReleaseOutcome(number, planted, released, reasons, mean_utility(own), time.monotonic() - self._began, lift)
         )
