@@ -13,6 +13,7 @@ from etude.config.live import LiveConfig
 from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
 from etude.live.release.operations import ReleaseSite, open_site
+from etude.live.release.reports import GateReport, keep_report
 from etude.store import open_store
 from etude.weights.manifest import newest_manifest
 from etude.weights.publisher import Publisher
@@ -83,9 +84,13 @@ class Site:
         manifest = self._publisher.publish(version, tensors, (), {})
         found = self.site.read()
         parent = found.current.release.number if found.current else None
+        report = GateReport(
+            store=str(self.trained), version=version, manifest=manifest.digest, incumbent=parent, anchor=anchor,
+            parts=(), at=0,
+        )  # fmt: skip
         release = Release(
             number=found.next_number, store=str(self.trained), version=version, manifest=manifest.digest, parent=parent,
-            anchor=anchor, report=None, window=window, at=0,
+            anchor=anchor, report=keep_report(report, self.site.key), window=window, at=0,
         )  # fmt: skip
         releases.begin(self.site.engine, release, ReleaseStage.GATE, "passed", "gate")
         return manifest.digest

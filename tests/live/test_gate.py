@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import sqlalchemy as sa
 import torch
 from benchmarks.live_gate import false_promotions
 
@@ -16,14 +17,15 @@ from etude.errors import UserError
 from etude.evals.paired import defended_margin
 from etude.evals.stats import Estimate
 from etude.evals.suite import EvalResult, TaskResult
-from etude.live.log import journal
+from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, new_blob, open_blobs, seal
 from etude.live.log.privacy import plant
 from etude.live.log.records import Arm, Release, ReleaseStage, TurnContent
 from etude.live.release import operations
-from etude.live.release.gate import GatePart, compare_paired, integrity, play_gate, read_report
+from etude.live.release.gate import above_floor, compare_paired, integrity, play_gate
 from etude.live.release.player import Answer, Player, compare_answers
 from etude.live.release.releases import StoreTarget
+from etude.live.release.reports import GatePart, keep_report, read_report
 from etude.live.release.stores import bring
 from etude.records import StepRecord
 from etude.renderers import renderer_for
@@ -94,9 +96,13 @@ def published(made: Site, version: int, of: dict[str, torch.Tensor], **about: ob
     return operations.candidate(made.site, str(made.trained), None)
 
 
+def passes(*_: object) -> EvalResult:
+    return play([(True,)] * 40)
+
+
 def test_a_version_passes_and_its_signed_report_stays_with_it(two: Site) -> None:
     said: list[str] = []
-    report = play_gate(two.site, published(two, 0, FIRST), no_play, replayed, said.append)
+    report = play_gate(two.site, published(two, 0, FIRST), passes, replayed, said.append)
     assert report.failed is None
     state = two.site.read().states[0]
     assert state.stage is ReleaseStage.GATE
@@ -110,12 +116,51 @@ def test_a_version_passes_and_its_signed_report_stays_with_it(two: Site) -> None
         read_report(state.release, key)
 
 
-def no_play(*_: object) -> EvalResult:
-    raise AssertionError("there is nothing to compare with")
+def test_nothing_is_released_without_the_report_of_its_gate(two: Site) -> None:
+    """A changed report, one of other weights, of another key and none are refused; the version stays where it is."""
+    first = published(two, 0, FIRST)
+    play_gate(two.site, first, passes, replayed, print)
+    (name,) = open_store(str(two.trained)).list("reports")
+    store, release = open_store(str(two.trained)), two.site.read().states[0].release
+    good = store.get(name)
+    key, other = two.site.key, two.folder / "other"
+    generate_key(other)
+    forged = msgspec.structs.replace(read_report(release, key), manifest="0" * 32)
+    wrong = {
+        "was altered": (good.replace(b"passed", b"Passed", 1), release.report),
+        "is of other weights": (None, keep_report(forged, key)),
+        "is not signed by the key": (None, keep_report(read_report(release, key), other)),
+        "is not in": (None, None),
+    }
+    for why, (data, report) in wrong.items():
+        store.put(name, data or good)
+        with two.site.engine.begin() as connection:
+            connection.execute(sa.update(schema.releases).values(report=report))
+        with pytest.raises(UserError, match=why):
+            operations.start(two.site, first.manifest.digest, 0)
+    assert two.held() == {}
+    with two.site.engine.begin() as connection:
+        connection.execute(sa.update(schema.releases).values(report=release.report))
+    assert operations.start(two.site, first.manifest.digest, 0).stage is ReleaseStage.RELEASED
+
+
+def test_the_first_release_needs_a_suite_and_has_to_clear_the_floor(two: Site) -> None:
+    first = published(two, 0, FIRST)
+    config = two.site.config.model_copy(update={"gate": two.site.config.gate.model_copy(update={"suites": ()})})
+    with pytest.raises(UserError, match=r"nothing is released without a frozen suite.* gate.suites"):
+        play_gate(operations.ReleaseSite(config, two.site.engine), first, passes, replayed, print)
+    assert two.site.read().states == ()
+    nothing = play_gate(two.site, first, lambda *_: play([(False,)] * 40), replayed, print)
+    assert nothing.failed is not None
+    assert nothing.failed.reason == "0.0% of 40 tasks pass, at least 5.0% must"
+    assert not above_floor("", results([(True,)] + [()] * 39), 0.05).passed, "lost tasks do not pass"
+    assert above_floor("", results([(True, False)] * 4 + [(False, False)] * 36), 0.05).passed
+    with pytest.raises(UserError, match="has not passed the gate"):
+        operations.start(two.site, first.manifest.digest, 0)
 
 
 def test_a_worse_version_is_refused_and_cannot_be_released(two: Site) -> None:
-    play_gate(two.site, published(two, 0, FIRST), no_play, replayed, print)
+    play_gate(two.site, published(two, 0, FIRST), passes, replayed, print)
     out(two)
     found = published(two, 1, nudged(FIRST, 2))
     plays = {1: play([(True,)] * 40), 2: play([(True,)] * 8 + [(False,)] * 32)}
@@ -127,7 +172,7 @@ def test_a_worse_version_is_refused_and_cannot_be_released(two: Site) -> None:
     with pytest.raises(UserError, match="has not passed the gate"):
         operations.start(two.site, found.manifest.digest, 1)
     with pytest.raises(UserError, match="version 0 is release 1, the current one"):
-        play_gate(two.site, operations.candidate(two.site, str(two.trained), 0), no_play, replayed, print)
+        play_gate(two.site, operations.candidate(two.site, str(two.trained), 0), passes, replayed, print)
 
 
 def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_anchor(two: Site) -> None:
@@ -150,13 +195,13 @@ def test_versions_that_each_lose_less_than_the_margin_are_held_against_the_ancho
 
 def test_a_margin_that_the_suite_cannot_defend_is_refused_before_anything_is_played(tmp_path: Path) -> None:
     with site(tmp_path, gate={"suites": [str(TINY)], "margin": 0.05}) as made:
-        play_gate(made.site, published(made, 0, FIRST), no_play, replayed, print)
+        play_gate(made.site, published(made, 0, FIRST), passes, replayed, print)
         out(made)
         found = published(made, 1, nudged(FIRST, 2))
         said: list[str] = []
         why = r"cannot defend gate.margin = 0.05: 1 tasks of 1 functions, 1 samples each, defend 1; take"
         with pytest.raises(UserError, match=why):
-            play_gate(made.site, found, no_play, replayed, said.append)
+            play_gate(made.site, found, passes, replayed, said.append)
         assert said == ["tiny: 1 tasks of 1 functions, 1 samples each, defend a margin of 100.0 points"]
         assert len(made.site.read().states) == 1
 
@@ -190,13 +235,13 @@ def test_a_run_whose_versions_begin_with_its_model_folder_is_released(
     two: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gate and the stores of the clusters read the folder; what the servers get is whole."""
-    monkeypatch.setattr(operations.ReleaseSite, "base", lambda self: FIRST)
+    monkeypatch.setattr(operations.ReleaseSite, "base", lambda self, store: FIRST)
     publisher, after = Publisher(open_store(str(two.trained)), of_folder=True), nudged(FIRST, 2)
     publisher.publish(0, FIRST, (), {})
     publisher.publish(1, after, (), {}, last=True)
     found = operations.candidate(two.site, str(two.trained), 1)
     assert "not at hand here" in integrity(found, None).reason
-    assert integrity(found, None, two.site.base).passed
+    assert integrity(found, None, lambda: FIRST).passed
     release = Release(
         number=1, store=found.store, version=1, manifest=found.manifest.digest, parent=None, anchor=None, report=None,
         window=None, at=0,
@@ -298,7 +343,7 @@ def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path) -> None:
         nano = find_model("nano")
         store = open_store(str(made.trained))
         publish_folder(store, nano)
-        play_gate(made.site, operations.candidate(made.site, str(made.trained), 0), no_play, replayed, print)
+        play_gate(made.site, operations.candidate(made.site, str(made.trained), 0), passes, replayed, print)
         out(made)
         for number in range(8):
             consented(made, f"Fix the function that adds {number} to a list.", number)
@@ -323,7 +368,7 @@ def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path) -> None:
                 reports.append(play_gate(made.site, found, player.measure, player.replay, print))
     near, far = reports
     assert near.failed is None
-    assert {part.name for part in near.parts} == {"integrity", "suite tiny", "cost on tiny", "replay"}
+    assert {part.name for part in near.parts} == {"integrity", "floor on tiny", "suite tiny", "cost on tiny", "replay"}
     replay = near.parts[-1]
     assert replay.figures["prefixes"] == 8
     assert abs(replay.figures["kl_to_parent"]) < 0.1  # nearly the same weights

@@ -418,7 +418,7 @@ def test_commands_say_what_they_did(two: Site, tmp_path: Path, capsys) -> None:
     assert "version 0): released at 100%, the first release" in said("release", "--store", str(two.trained))
     two.passed(SECOND, 1)
     assert "release 2 (version 1): staged at 0%" in said("release", "--store", str(two.trained), "--version", "1")
-    assert "no release waits for an approval" in said("release", "--approve", "ada", code=2)
+    assert "no release waits for an approval" in said("approve", "--by", "ada", code=2)
     told = json.loads(said("rollback", "--reason", "a complaint", "--by", "ada", "--json").splitlines()[-1])
     assert (told["release"], told["lagging"]) == (3, [])
     table = said("status")

@@ -1,95 +1,70 @@
-"""`etude live plan | gate | release | rollback | status | drill | watch-canary`: the release of a version to users,
-step by step."""
+"""`etude live run | plan | gate | approve | refuse | release | rollback | status | drill | watch-canary`: the loop, and
+the release of a version to users step by step."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
 import math
 import signal
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.cli.live import LiveAction, add_config, add_json, opened
 from etude.errors import UserError
-from etude.evals import LookPlan, accounts_per_arm, defended_margin, plan_looks
+
+if TYPE_CHECKING:
+    from etude.live.release.operations import ReleaseSite, ReleaseState
 
 # plan -----------------------------------------------------------------------------------------------------------------
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude live plan`."""
-    parser.add_argument("--base", type=float, required=True, help="share of accounts that are satisfied now, e.g. 0.5")
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--lift", type=float, help="rise of that share to be shown, e.g. 0.05 for five points")
-    wanted.add_argument("--accounts", type=int, help="accounts of each arm that there are; prints the lift they show")
-    parser.add_argument("--alpha", type=float, default=0.05, help="probability of a false finding (default: 0.05)")
+    add_config(parser)
+    base = "share of edits that users keep now (default: that of the log's last week)"
+    parser.add_argument("--base", type=float, metavar="SHARE", help=base)
     parser.add_argument("--power", type=float, default=0.8, help="probability to find a true lift (default: 0.8)")
-    looks = "shares of the accounts after which to look, rising to 1 (default: quarters)"
-    parser.add_argument("--looks", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0], metavar="SHARE", help=looks)
-    parser.add_argument("--tasks", type=int, help="tasks of the frozen suite; prints the margin that it can defend")
-    discordant = "share of tasks that only one of two versions passes (default: 0.1)"
-    parser.add_argument("--discordant", type=float, default=0.1, metavar="SHARE", help=discordant)
     add_json(parser)
 
 
 def run_plan(arguments: argparse.Namespace) -> None:
-    """Prints how many accounts and tasks a release needs. Raises UserError."""
-    try:
-        plan = plan_looks(arguments.looks, arguments.alpha, arguments.power)
-        lift = arguments.lift if arguments.accounts is None else _smallest_lift(arguments, plan)
-        accounts = accounts_per_arm(arguments.base, lift, plan)
-    except ValueError as e:
-        raise UserError(f"no such plan: {e}") from None
-    figures: dict[str, Any] = {"lift": lift, "accounts_per_arm": accounts, "expected_share": plan.expected}
-    looks = zip(plan.fractions, plan.bounds, strict=True)
-    figures["looks"] = [{"accounts": round(share * accounts), "z": bound} for share, bound in looks]
-    if arguments.tasks is not None:
-        figures["margin"] = _margin(arguments.tasks, arguments.discordant, plan)
-    print(
-        f"A rise from {arguments.base:.1%} to {arguments.base + lift:.1%} is found with probability "
-        f"{plan.power:.0%} by {accounts:,} accounts in each arm, {plan.inflation:.1%} of what one look at the end "
-        f"takes; if it is true, by {plan.expected / plan.inflation:.0%} of them on average."
-    )
-    print("\n| look | accounts in each arm | better if z is above |\n|---|---|---|")
-    for number, look in enumerate(figures["looks"], 1):
-        print(f"| {number} | {look['accounts']:,} | {look['z']:.3f} |")
-    if arguments.tasks is not None:
-        print(
-            f"\nA suite of {arguments.tasks:,} tasks, {arguments.discordant:.0%} of which one of two versions alone "
-            f"passes, defends a margin of {100 * figures['margin']:.1f} points."
-        )
+    """Prints what the configuration can show in what time, with the accounts of the last week. Raises UserError."""
+    from etude.live.release.operations import plan
+
+    if arguments.base is not None and not 0 < arguments.base < 1:
+        raise UserError(f"--base {arguments.base:g}: a share of edits lies between 0 and 1")
+    if not 0 < arguments.power < 1:
+        raise UserError(f"--power {arguments.power:g}: a probability lies between 0 and 1")
+    with opened(arguments.config, make=True) as loop:
+        ahead = plan(loop.site, arguments.base, arguments.power)
+        config = loop.config
+    print("| tenant | accounts in the last week |\n|---|---|")
+    for tenant, count in sorted(ahead.tenants.items()):
+        print(f"| {tenant} | {count:,} |")
+    print("\n| suite | held-out tasks | margin that it defends | `gate.margin` |\n|---|---|---|---|")
+    for name, tasks, margin in ahead.margins:
+        print(f"| {name} | {tasks} | {100 * margin:.1f} points | {100 * config.gate.margin:.1f} points |")
+    if not ahead.margins:
+        print("| none: nothing is released; name one in `gate.suites` | | | |")
+    print("\n| stage | accounts that it waits for | hours until these have matured |\n|---|---|---|")
+    for stage in ahead.stages:
+        late = stage.hours is None or stage.hours > config.canary.hours
+        back = f": rolled back after {config.canary.hours:g}" if late else ""
+        shown = "more than a week" if stage.hours is None else f"{stage.hours:.1f}"
+        print(f"| {stage.share:.0%} | {stage.accounts} | {shown}{back} |")
+    if ahead.kept is None:
+        print("\nNo edit was seen in the last week: give --base for the lifts that can be shown.")
+    else:
+        print(f"\n| days at the last stage before all | lift of {ahead.kept:.1%} kept edits that is found |\n|---|---|")
+        for days, lift in ahead.lifts.items():
+            print(f"| {days} | {'none' if lift is None else f'{100 * lift:+.1f} points'} |")
     if arguments.json:
-        print(json.dumps(figures))
-
-
-def _margin(tasks: int, discordant: float, plan: LookPlan) -> float:
-    if tasks < 1 or not 0 < discordant <= 1:
-        raise UserError(
-            f"a suite has tasks, and a share of them differs: got {tasks} tasks and a share of {discordant}"
-        )
-    return defended_margin([1] * tasks, discordant, plan.alpha, plan.power)
-
-
-def _smallest_lift(arguments: argparse.Namespace, plan: LookPlan) -> float:
-    """The smallest lift that the accounts show, to a hundredth of a point. Raises ValueError, or UserError if there is
-    none."""
-    if arguments.accounts < 1:
-        raise UserError(f"--accounts {arguments.accounts}: an arm has accounts")
-    last = int((1 - arguments.base) * 10_000 - 1e-9)
-    low, high = 0, max(0, last)
-    if not high or accounts_per_arm(arguments.base, high / 10_000, plan) > arguments.accounts:
-        raise UserError(
-            f"{arguments.accounts:,} accounts in each arm show no lift from {arguments.base:.1%}; wait for "
-            f"more, or take a lower --power"
-        )
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = accounts_per_arm(arguments.base, middle / 10_000, plan) <= arguments.accounts
-        low, high = (low, middle) if enough else (middle, high)
-    return high / 10_000
+        print(json.dumps(asdict(ahead)))
 
 
 # gate -----------------------------------------------------------------------------------------------------------------
@@ -115,25 +90,15 @@ def run_gate(arguments: argparse.Namespace) -> int:
     recipe `train`. Raises UserError."""
     import msgspec
 
-    from etude.cli.overlays import read_toml
-    from etude.config import InferenceConfig, RLConfig, RolloutConfig, validate
-    from etude.live.release import Player, play_gate
+    from etude.live.legs import gate
     from etude.live.release.operations import candidate
 
     with opened(arguments.config, make=True) as loop:
-        budget, engine, dialect, boxes = RolloutConfig().budget(), InferenceConfig(), "auto", None
-        if (train := loop.config.train) is not None:
-            recipe = validate(RLConfig, read_toml(Path(train)), train)
-            budget, engine, dialect = recipe.rollout.budget(), recipe.inference, recipe.model.dialect
-            boxes = recipe.sandbox
         version = candidate(loop.site, arguments.store, arguments.version)
-        with Player(loop.site, budget, engine, dialect, boxes) as player:
-            report = play_gate(loop.site, version, player.measure, player.replay, print, arguments.new_anchor)
-    failed = report.failed
-    print(f"version {report.version}: " + ("passed" if failed is None else f"refused, {failed.name}: {failed.reason}"))
+        report = gate(loop.site, version, print, arguments.new_anchor)
     if arguments.json:
         print(msgspec.json.encode(report).decode())
-    return int(failed is not None)
+    return int(report.failed is not None)
 
 
 # release and rollback -------------------------------------------------------------------------------------------------
@@ -143,25 +108,58 @@ def add_release(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude live release`."""
     add_config(parser)
     _add_version(parser)
-    parser.add_argument("--approve", metavar="NAME", help="a person lets the release on trial go to its next stage")
     add_json(parser)
 
 
 def run_release(arguments: argparse.Namespace) -> None:
     """Begins the canary of a version that has passed the gate, or continues it. Raises UserError."""
-    from etude.live.release.operations import approve, candidate, start
+    from etude.live.release.operations import candidate, start
 
     with opened(arguments.config, make=True) as loop:
-        if arguments.approve is not None:
-            state = approve(loop.site, arguments.approve)
-        else:
-            manifest = candidate(loop.site, arguments.store, arguments.version).manifest
-            state = start(loop.site, manifest.digest, manifest.version)
+        manifest = candidate(loop.site, arguments.store, arguments.version).manifest
+        state = start(loop.site, manifest.live, manifest.version)
+    _print_state(arguments, state)
+
+
+def _print_state(arguments: argparse.Namespace, state: ReleaseState) -> None:
     event, release = state.events[-1], state.release
     print(f"release {release.number} (version {release.version}): {event.stage} at {event.share:.0%}, {event.reason}")
     if arguments.json:
         figures = {"release": release.number, "stage": str(event.stage), "share": event.share, "reason": event.reason}
         print(json.dumps(figures))
+
+
+def add_approve(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live approve`."""
+    add_config(parser)
+    parser.add_argument(
+        "--by", default=getpass.getuser(), metavar="NAME", help="who decides, for the log (default: you)"
+    )
+    add_json(parser)
+
+
+def run_approve(arguments: argparse.Namespace) -> None:
+    """Approves what waits for a person: a version after the gate, or the canary's next stage. Raises UserError."""
+    from etude.live.release.operations import approve
+
+    with opened(arguments.config) as loop:
+        state = approve(loop.site, arguments.by)
+    _print_state(arguments, state)
+
+
+def add_refuse(parser: argparse.ArgumentParser) -> None:
+    """Flags of `etude live refuse`."""
+    add_approve(parser)
+    parser.add_argument("--reason", default="refused by hand", help="why, for the log")
+
+
+def run_refuse(arguments: argparse.Namespace) -> None:
+    """Refuses a version after the gate, or rolls the release on trial back. Raises UserError."""
+    from etude.live.release.operations import refuse
+
+    with opened(arguments.config) as loop:
+        state = refuse(loop.site, arguments.by, arguments.reason)
+    _print_state(arguments, state)
 
 
 def add_rollback(parser: argparse.ArgumentParser) -> None:
@@ -214,6 +212,12 @@ def run_status(arguments: argparse.Namespace) -> None:
 
     with opened(arguments.config, make=True) as loop:
         state = status(loop.site)
+        state["loop"] = _loop_state(loop.site)
+    print(
+        f"Loop: {state['loop']['why']}"
+        + ("" if state["loop"]["running"] else "; `etude live run` is not running")
+        + ".\n"
+    )
     print("| release | version | stage | accounts | decided by | why |\n|---|---|---|---|---|---|")
     for release in state["releases"]:
         last = release["events"][-1]
@@ -249,6 +253,19 @@ def run_status(arguments: argparse.Namespace) -> None:
         print(json.dumps(state))
 
 
+def _loop_state(site: ReleaseSite) -> dict[str, Any]:
+    """The leg of the loop, what it waits for, and the time of the next cut (nanoseconds)."""
+    from etude.live.legs import leg_of
+    from etude.runfolder import is_running
+
+    running = is_running(Path(site.config.folder))
+    try:
+        leg = leg_of(site)
+    except UserError as e:
+        return {"leg": None, "why": str(e), "next_cut": None, "running": running}
+    return {"leg": str(leg.kind), "why": leg.why, "next_cut": leg.due, "running": running}
+
+
 def run_drill(arguments: argparse.Namespace) -> None:
     """Rolls the canary's servers back and forward again, and prints the seconds of each cluster. Raises UserError for a
     cluster that takes longer than a minute."""
@@ -279,8 +296,30 @@ def run_watch_canary(arguments: argparse.Namespace) -> None:
         watch(loop.site, stop.wait, lambda text: print(text, flush=True), arguments.every)
 
 
+def run_run(arguments: argparse.Namespace) -> None:
+    """Runs the loop until SIGTERM or Ctrl-C, which end it within seconds: the leg is done again by the next run. Raises
+    UserError."""
+    from etude.live.legs import run
+
+    def end(*_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # one is enough; children are being stopped
+        raise KeyboardInterrupt
+
+    with opened(arguments.config, make=True) as loop:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
+        try:
+            run(loop.site, threading.Event().wait, lambda text: print(text, flush=True))
+        except KeyboardInterrupt:
+            print("ended; the same command goes on", flush=True)
+
+
 ACTIONS: dict[str, LiveAction] = {
     "plan": (add_plan, run_plan),
+    "run": (add_config, run_run),
+    "approve": (add_approve, run_approve),
+    "refuse": (add_refuse, run_refuse),
     "gate": (add_gate, run_gate),
     "release": (add_release, run_release),
     "rollback": (add_rollback, run_rollback),

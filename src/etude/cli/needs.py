@@ -26,12 +26,15 @@ _ALWAYS: dict[str, tuple[str, ...]] = {
     "live": ("live",),
     "live demo": ("train", "live"),
     "live train": ("train", "live"),
+    "live run": ("train", "live"),
+    "live approve": ("serve", "live"),
+    "live refuse": ("serve", "live"),
     "live gate": ("serve", "live"),
     "live release": ("serve", "live"),
     "live rollback": ("serve", "live"),
     "live drill": ("serve", "live"),
     "live watch-canary": ("serve", "live"),
-    "live plan": (),
+    "live plan": ("live",),
     "live watch": (),  # of developers, who have no part of the loop
     "live hook": (),
 }

@@ -96,6 +96,7 @@ class GateConfig(Section):
 
     base: str = option("nano", "model that the versions began with: folder, or name of a bundled one")
     suites: tuple[LocalPath, ...] = option((), "frozen dataset folders, of which held-out tasks are played")
+    floor: float = option(0.05, "pass rate that a version must reach, also one with none to compare with", gt=0, le=1)
     margin: float = option(
         0.05, "share of the tasks by which a version may be worse; a gate reports its limit", gt=0, lt=1
     )
@@ -121,7 +122,7 @@ class CanaryConfig(Section):
     lift_alpha: float = option(0.05, "share of false findings among versions that were found better", gt=0, lt=0.5)
     slower: float = option(1.25, "latency as a multiple of the control's from which it is harm", ge=1)
     holdback: float = option(0.02, "share of the accounts that stays on an old release", ge=0, lt=0.5)
-    approval: bool = option(False, "a person must approve each stage: `etude live release --approve NAME`")
+    approval: bool = option(False, "a person must approve each stage: `etude live approve`")
 
     @pydantic.model_validator(mode="after")
     def _stages_rise_to_all(self) -> CanaryConfig:
@@ -130,6 +131,14 @@ class CanaryConfig(Section):
         if self.stages[-1] != 1:
             raise ValueError("the last of stages is 1: all accounts")
         return self
+
+
+class LoopConfig(Section):
+    """The loop of `etude live run`."""
+
+    hours: float = option(4.0, "between the cuts of two windows, at least", gt=0)
+    minutes: float = option(60.0, "that training on a window may take", gt=0)
+    approval: bool = option(False, "a person must approve each version after the gate: `etude live approve`")
 
 
 class LiveConfig(Section):
@@ -151,6 +160,7 @@ class LiveConfig(Section):
     labels: LabelsConfig = LabelsConfig()
     gate: GateConfig = GateConfig()
     canary: CanaryConfig = CanaryConfig()
+    loop: LoopConfig = LoopConfig()
 
     @pydantic.model_validator(mode="after")
     def _clusters_differ(self) -> LiveConfig:

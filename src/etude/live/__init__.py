@@ -2,18 +2,19 @@
 
     observe ->  gateway  ->  log  ->  learn (labels, advantages, trainer)  ->  release (gate, canary, stores)
 
-Folders import downwards: simulate, release, learn, gateway, log; `observe` imports `log` alone.
+`legs` does these by itself. Imports go downwards: simulate, legs, release, learn, gateway, log; `observe` imports
+`log` alone.
 """
 
 PUBLIC = (
     "gateway",
     "learn",
+    "legs",
     "log.accounts",
     "log.privacy",
     "log.records",
     "log.tenants",
     "observe",
-    "release",
     "release.operations",
     "simulate.demo",
 )

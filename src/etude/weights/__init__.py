@@ -9,6 +9,7 @@
     repair                           damaged chunks repaired
     relay                            the small server of a cluster
     retention, audit, export         removal of unneeded objects, checks, and versions as model folders
+    copies                           copies between stores, a few tensors at a time
     adapters, runs                   versions of adapters (LoRA), and the models of runs by name
     preflight/                       checks of a model folder, and its mended copy
 
@@ -26,6 +27,7 @@ PUBLIC = (
     "adapters",
     "audit",
     "content",
+    "copies",
     "export",
     "payloads",
     "preflight",

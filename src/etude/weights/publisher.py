@@ -41,6 +41,8 @@ SPANS = (8, 64)
 """A version whose number is divisible by a span also has a folded delta from so many versions before. Ascending, each a
 multiple of the previous one, so that a longer fold is made of shorter ones."""
 
+ANCHOR_VERSIONS, ANCHOR_SHARE = 200, 0.5
+"""Versions, and bytes of deltas over those of the last anchor, after which another anchor is written."""
 PUBLISH_SECONDS, SECONDS_A_GB = 900.0, 30.0
 """Deadline of a publication, and more of it for each GB of the tensors."""
 ANCHOR_PART = 2**28
@@ -139,8 +141,8 @@ class Publisher:
     def __init__(
         self,
         store: Store,
-        anchor_versions: int = 200,
-        anchor_share: float = 0.5,
+        anchor_versions: int = ANCHOR_VERSIONS,
+        anchor_share: float = ANCHOR_SHARE,
         key: Ed25519PrivateKey | None = None,
         ranks: Ranks | None = None,
         model: str = "",
@@ -278,7 +280,7 @@ class Publisher:
         failpoint("publisher.payload")
         if self._ranks.rank == 0:
             shares = attempt.gather(own, deadline - (1 - _OTHERS) * self._limit(schema))
-            manifest = self._commit(self._manifest(about, last, shares))
+            manifest = commit(self._store, self._manifest(about, last, shares))
             if self._ranks.count > 1:
                 with suppress(UserError):  # the version is published; leftovers are removed later
                     attempt.clear()
@@ -369,26 +371,6 @@ class Publisher:
         )
         return manifest if self._key is None else sign(manifest, self._key)
 
-    def _commit(self, manifest: PolicyVersion) -> PolicyVersion:
-        """Creates the manifest. If the reply is lost, the manifest is read back, and created again if it is missing,
-        which is harmless."""
-        lost: UserError | None = None
-        for _ in range(_TRIES):
-            try:
-                if create(self._store, manifest):
-                    return manifest
-            except UserError as error:
-                lost = error
-            try:
-                stored = read_manifest(self._store, manifest.version)
-            except (UserError, ValueError) as error:
-                raise lost or error from None
-            if stored == manifest:
-                return manifest
-            if stored is not None:
-                raise AlreadyPublished(self._store, stored)
-        raise lost or AlreadyPublished(self._store, manifest)
-
     def _follow(self, attempt: Attempt, deadline: float) -> PolicyVersion:
         """The manifest that rank 0 writes. Raises the error of a rank that failed."""
         while (manifest := read_manifest(self._store, attempt.version)) is None:
@@ -467,16 +449,7 @@ class Publisher:
         return tuple(parts)
 
     def _put(self, kind: str, version: int, records: list[codec.ChunkRecord]) -> tuple[PayloadPart, ...]:
-        """Writes an object under its digest and this writer's name, so that no other attempt uses the same key."""
-        if not records:
-            return ()
-        payload = codec.pack(kind.split("-")[0], version, records)
-        digest = blake3.blake3(payload).hexdigest()
-        key = f"payloads/{version:08d}-{kind}-{digest[:32]}-{self._ranks.session[:16]}"
-        self._store.put(key, payload)
-        failpoint("publisher.part")
-        first, stop = records[0].chunk, records[-1].chunk + 1
-        return (PayloadPart(key=key, bytes=len(payload), digest=digest, first=first, stop=stop),)
+        return put_part(self._store, kind, version, records, self._ranks.session)
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -495,6 +468,42 @@ class Publisher:
             rows, first = held_rows(tensors[spec.name]), int(division.first_T[number])
             parts.append(HeldPart(spec, rows, first, halos.get(spec.name)))
         return division, self._snapshots.take(parts)
+
+
+def put_part(
+    store: Store, kind: str, version: int, records: list[codec.ChunkRecord], session: str
+) -> tuple[PayloadPart, ...]:
+    """Writes an object under its digest and this writer's name, so that no other attempt uses the same key."""
+    if not records:
+        return ()
+    payload = codec.pack(kind.split("-")[0], version, records)
+    digest = blake3.blake3(payload).hexdigest()
+    key = f"payloads/{version:08d}-{kind}-{digest[:32]}-{session[:16]}"
+    store.put(key, payload)
+    failpoint("publisher.part")
+    first, stop = records[0].chunk, records[-1].chunk + 1
+    return (PayloadPart(key=key, bytes=len(payload), digest=digest, first=first, stop=stop),)
+
+
+def commit(store: Store, manifest: PolicyVersion) -> PolicyVersion:
+    """Creates the manifest. If the reply is lost, the manifest is read back, and created again if it is missing, which
+    is harmless. Raises AlreadyPublished."""
+    lost: UserError | None = None
+    for _ in range(_TRIES):
+        try:
+            if create(store, manifest):
+                return manifest
+        except UserError as error:
+            lost = error
+        try:
+            stored = read_manifest(store, manifest.version)
+        except (UserError, ValueError) as error:
+            raise lost or error from None
+        if stored == manifest:
+            return manifest
+        if stored is not None:
+            raise AlreadyPublished(store, stored)
+    raise lost or AlreadyPublished(store, manifest)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def train_window(
         try:
             ledger.recover(manifests(weights))
             _leave_out_others(log, ledger, folder, number, {sample.turn for sample in samples})
-            admitted = _admit(ServedVersions(config, weights), run, ledger, folder, number, samples)
+            admitted = _admit(log, ServedVersions(config, weights), run, ledger, folder, number, samples)
             failpoint("live.admitted")
             if _version(ledger, weights, admitted, number) is None:
                 _run_trainer(folder, admitted.source, lock, seconds)
@@ -114,16 +114,21 @@ def _check_window(log: sa.Engine, number: int, samples: Sequence[LiveSample]) ->
 # The run --------------------------------------------------------------------------------------------------------------
 
 
+def read_recipe(path: str) -> RLConfig:
+    """The recipe of stage rl in a file. Raises UserError."""
+    try:
+        tables: dict[str, Any] = tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise UserError(f"{path} cannot be read as TOML: {e}") from None
+    return validate(RLConfig, tables, path)
+
+
 def live_run(config: LiveConfig, model: Path | None = None) -> RLConfig:
     """The configuration of the run: the recipe, with the settings that training on windows needs, and `model` in place
     of its model. Raises UserError."""
     if config.train is None:
         raise UserError("give `train`, the path of a recipe of stage rl, in the configuration of stage live")
-    try:
-        tables: dict[str, Any] = tomllib.loads(Path(config.train).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise UserError(f"{config.train} cannot be read as TOML: {e}") from None
-    recipe = with_models(validate(RLConfig, tables, config.train))
+    recipe = with_models(read_recipe(config.train))
     loss, trainer, guards = recipe.loss, recipe.trainer, recipe.guards
     if loss.kl_beta is None and loss.preset not in _OWN_KL:
         loss = loss.model_copy(update={"kl": loss.kl or "k1", "kl_beta": KL})
@@ -182,13 +187,22 @@ def _run_trainer(folder: Path, source: int, lock: int, seconds: float) -> None:
 
 
 def _admit(
-    versions: ServedVersions, run: RLConfig, ledger: Ledger, folder: Path, number: int, samples: Sequence[LiveSample]
+    log: sa.Engine,
+    versions: ServedVersions,
+    run: RLConfig,
+    ledger: Ledger,
+    folder: Path,
+    number: int,
+    samples: Sequence[LiveSample],
 ) -> _Admitted:
-    """Adds the window's missing turns to the ledger, as finished episodes. Raises UserError."""
+    """Adds the window's missing turns to the ledger, as finished episodes. Raises UserError,
+    after all turns have left the window as dropped, if none can be trained on."""
     turns = [sample.turn for sample in samples]
     there = ledger.admitted(turns)
     batch = live_batch(samples, versions.of, renderer_for(Path(run.model.path)), run)
     if not there and not batch.episodes:
+        with log.begin() as c:
+            _note_refused(c, number, batch.refused)
         counts = ", ".join(f"{n} {why}" for why, n in Counter(batch.refused.values()).items())
         raise UserError(f"window {number} has no turn that can be trained on: {counts}")
     if _trained({v for _, v in there.values()}) is None:

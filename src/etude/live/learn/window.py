@@ -197,9 +197,8 @@ def replay_window(engine: sa.Engine, contents: LiveContents, config: LabelsConfi
             f"window {number} cannot be replayed: contents of {len(now - then)} of its turns are gone, as "
             "retention, `etude live forget` and consent that was taken back ask for"
         )
-    if row.version is not None:
-        trained = {e.turn: e for e in result.exits if e.kind == ExitKind.TRAINED}
-        exits = tuple(trained.get(e.turn, e) if e.reason in _REFUSALS else e for e in exits)
+    trained = {e.turn: e for e in result.exits if e.kind == ExitKind.TRAINED}
+    exits = tuple(trained.get(e.turn, e) if e.reason in _REFUSALS else e for e in exits)
     return WindowReplay(labels == result.labels, exits == result.exits, row.batch == result.batch)
 
 

@@ -49,12 +49,17 @@ _TABLES: dict[type[Record], sa.Table] = {
 _AS_JSON = ("consent", "spans", "scrubbed", "versions")  # fields whose column holds JSON
 
 
+def now() -> int:
+    """The time of all decisions, in nanoseconds since the epoch: the clock of the log."""
+    return time.time_ns()
+
+
 def stamp(connection: sa.Connection, count: int = 1) -> int:
     """The first of `count` consecutive times, in nanoseconds since the epoch, all later than every earlier time. Other
     writers wait until the transaction ends."""
     clock = schema.meta.c.key == _CLOCK
     last = connection.execute(sa.select(schema.meta.c.value).where(clock).with_for_update()).scalar_one()
-    first = max(time.time_ns(), int(last) + 1)
+    first = max(now(), int(last) + 1)
     connection.execute(sa.update(schema.meta).where(clock).values(value=str(first + count - 1)))
     return first
 

@@ -185,7 +185,7 @@ def _progress(
 ) -> tuple[Verdict, str]:
     """The verdict on a stage without evidence of harm; `lift` is that of the last stage with a control."""
     minutes, missing = (now - trial.stage_began) / 60e9, ""
-    least = _least(options, trial)
+    least = accounts_wanted(options, trial.share, trial.accounts)
     if accounts < least:
         missing = f"{accounts} of {least} accounts have matured"
     elif tallies.of("edits")[ripe].sum() and not tallies.of("labelled")[ripe].sum():
@@ -203,14 +203,14 @@ def _progress(
     return (Verdict.DONE if trial.share >= 1 else Verdict.GO_ON), reason
 
 
-def _least(options: CanaryConfig, trial: CanaryTrial) -> int:
-    """The accounts that a stage waits for. A small firm's early stages reach too few for any proof, and wait for none;
+def accounts_wanted(options: CanaryConfig, share: float, known: int) -> int:
+    """The accounts that a stage of this share waits for, of `known` ones. A small firm's early stages reach too few for any proof, and wait for none;
     its last stage with a control waits for half of those that it reaches."""
-    reach = math.floor(_REACHED * trial.share * (1 - options.holdback) * trial.accounts)
-    if not trial.accounts or reach >= options.least:
+    reach = math.floor(_REACHED * share * (1 - options.holdback) * known)
+    if not known or reach >= options.least:
         return options.least
     proof = max((share for share in options.stages if share < 1), default=1.0)
-    return 0 if trial.share < proof else max(2, reach)
+    return 0 if share < proof else max(2, reach)
 
 
 def _of_one_arm(tallies: Tallies, first: int) -> Tallies:

@@ -1,7 +1,8 @@
 """The gate: the checks that a version must pass before it answers users.
 
     integrity   signature, digest of every tensor, no NaN, the recorded mismatch of trainer and engine
-    suites      paired non-inferiority on frozen tasks against the incumbent, and at twice the margin against the anchor
+    floor       the pass rate on frozen tasks, an absolute bar that the first release must clear, too
+    suites      paired non-inferiority on those tasks against the incumbent, and at twice the margin against the anchor
     cost        sampled tokens, turns and seconds of a task, as multiples of the incumbent's
     replay      recent consented prefixes answered again: two-sided bands on behaviour, no planted string, no secret
 
@@ -18,7 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import blake3
 import msgspec
 import numpy as np
 
@@ -26,50 +26,22 @@ from etude.config import GuardsConfig
 from etude.config.live import GateConfig
 from etude.errors import UserError
 from etude.evals import EvalResult, TaskResult, clustered_score, defended_margin, needed_score
+from etude.failpoints import failpoint
 from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
 from etude.live.release.operations import ReleaseCandidate, ReleaseSite
 from etude.live.release.releases import ReleaseState
-from etude.records import PolicyVersion, Record
+from etude.live.release.reports import DISCORDANT, SPLIT, GatePart, GateReport, keep_report
+from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.tasks import load_dataset
 
 if TYPE_CHECKING:
     from etude.weights.content import Folder
 
-DISCORDANT = 0.1
-"""The assumed share of tasks that only one of two equal versions passes, with one sample each."""
-SPLIT = "heldout"
 _LOST = 0.1  # share of tasks that may be lost to infrastructure
+_MOST = 0.99  # of a margin
 _EXPONENTS = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}  # of infinities and NaN
-_DOMAIN = b"etude gate report\0"
-
-
-class GatePart(Record, frozen=True, kw_only=True):
-    """One part of the gate. `reason` is a sentence, for a passed part, too."""
-
-    name: str
-    passed: bool
-    reason: str
-    figures: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-
-
-class GateReport(Record, frozen=True, kw_only=True):
-    """The result of the gate. `signature`: Ed25519 over all other fields, empty without a key."""
-
-    store: str
-    version: int
-    manifest: str
-    incumbent: int | None  # release
-    anchor: int | None
-    parts: tuple[GatePart, ...]
-    at: int
-    signature: str = ""
-
-    @property
-    def failed(self) -> GatePart | None:
-        """The first part that failed, or None."""
-        return next((part for part in self.parts if not part.passed), None)
 
 
 Measure = Callable[[Release, Path], EvalResult]
@@ -88,31 +60,29 @@ def play_gate(
 ) -> GateReport:
     """Runs the gate, stores its report, and writes a release in stage GATE or REFUSED. After a failure of integrity
     nothing is played. With `new_anchor` the incumbent is the anchor from now on. Raises UserError, before the first
-    play, for a suite that cannot defend the configured margin."""
+    play, without a suite, or for one that cannot defend the configured margin."""
     log = site.read()
     incumbent, config = log.current, site.config.gate
-    if incumbent is not None and incumbent.release.manifest == version.manifest.digest:
+    if incumbent is not None and incumbent.release.manifest == version.manifest.live:
         raise UserError(f"version {version.manifest.version} is release {incumbent.release.number}, the current one")
     anchor = None
     if incumbent is not None:
         known = incumbent.release.anchor
         anchor = incumbent if new_anchor or known is None else log.of(known)
-        for suite in config.suites:
-            _refuse_weak(config, Path(suite), say)
+    refuse_weak(config, say, alone=incumbent is None)
     release = Release(
         number=log.next_number,
         store=version.store,
         version=version.manifest.version,
-        manifest=version.manifest.digest,
+        manifest=version.manifest.live,
         parent=incumbent.release.number if incumbent else None,
         anchor=anchor.release.number if anchor else None,
         report=None,
         window=version.window,
         at=0,
     )
-    parts = [integrity(version, site.key, site.base)]
-    if parts[0].passed and incumbent is not None:
-        assert anchor is not None
+    parts = [integrity(version, site.key, lambda: site.base(version.store))]
+    if parts[0].passed:
         for suite in config.suites:
             parts += _suite(config, Path(suite), release, incumbent, anchor, measure)
     if parts[0].passed:
@@ -133,46 +103,13 @@ def play_gate(
 
 
 def _keep(site: ReleaseSite, release: Release, report: GateReport) -> None:
-    """Signs and stores the report, then writes the release's row: without a row the gate is run again."""
-    if site.key is not None:
-        from etude.weights import read_private_key
-
-        report = msgspec.structs.replace(report, signature=read_private_key(site.key).sign(signed_bytes(report)).hex())
-    data = msgspec.json.encode(report)
-    digest = blake3.blake3(data).hexdigest()
-    open_store(release.store, durable=True).put(f"reports/{release.version:08d}-{digest}.json", data)
+    """Stores the report, then writes the release's row: without a row the gate is run again."""
+    digest = keep_report(report, site.key)
+    failpoint("gate.report")
     failed = report.failed
     stage = ReleaseStage.GATE if failed is None else ReleaseStage.REFUSED
     reason = "passed every part" if failed is None else f"{failed.name}: {failed.reason}"
     releases.begin(site.engine, msgspec.structs.replace(release, report=digest), stage, reason, "gate")
-
-
-def signed_bytes(report: GateReport) -> bytes:
-    """The bytes that a report's signature covers: JSON without spaces, keys sorted, no signature."""
-    return _DOMAIN + msgspec.json.encode(msgspec.structs.replace(report, signature=""), order="sorted")
-
-
-def read_report(release: Release, key: Path | None) -> GateReport:
-    """The report of a release. Raises UserError for a missing or altered report, and, with a `key`, for one without its
-    signature."""
-    digest = release.report or ""
-    try:
-        data = open_store(release.store).get(f"reports/{release.version:08d}-{digest}.json")
-    except KeyError:
-        raise UserError(f"the report of release {release.number} is not in {release.store}") from None
-    if blake3.blake3(data).hexdigest() != digest:
-        raise UserError(f"the report of release {release.number} was altered")
-    report = msgspec.json.decode(data, type=GateReport)
-    if key is not None:
-        from cryptography.exceptions import InvalidSignature
-
-        from etude.weights import read_private_key
-
-        try:
-            read_private_key(key).public_key().verify(bytes.fromhex(report.signature), signed_bytes(report))
-        except (InvalidSignature, ValueError):
-            raise UserError(f"the report of release {release.number} is not signed by the key of this loop") from None
-    return report
 
 
 # --- integrity --------------------------------------------------------------------------------------------------------
@@ -226,31 +163,58 @@ def _step_bands(manifest: PolicyVersion) -> tuple[str, dict[str, float]]:
 # --- suites -----------------------------------------------------------------------------------------------------------
 
 
-def _refuse_weak(config: GateConfig, suite: Path, say: Callable[[str], None]) -> None:
-    sizes = Counter(task.cluster for task in load_dataset(suite).tasks if task.split == SPLIT)
-    if not sizes:
-        raise UserError(f"the suite {suite} has no {SPLIT} tasks")
-    margin = defended_margin(list(sizes.values()), DISCORDANT / config.samples, config.alpha)
-    least = math.ceil(1000 * margin) / 1000
-    what = f"{sizes.total()} tasks of {len(sizes)} functions, {config.samples} samples each, defend"
-    say(f"{suite.name}: {what} a margin of {100 * margin:.1f} points")
-    if margin > config.margin:
+def refuse_weak(config: GateConfig, say: Callable[[str], None], alone: bool = False) -> None:
+    """Raises UserError without a suite, or for one that cannot defend the margin; `alone`, a suite has to have tasks:
+    there is no release to compare with."""
+    if not config.suites:
         raise UserError(
-            f"the suite {suite} cannot defend gate.margin = {config.margin:g}: {what} {least:g}; "
-            "take that margin, more functions or more samples"
+            "nothing is released without a frozen suite, on which a version must pass tasks: name dataset folders in "
+            "gate.suites (`etude tasks build` makes them)"
         )
+    for suite in map(Path, config.suites):
+        sizes = Counter(task.cluster for task in load_dataset(suite).tasks if task.split == SPLIT)
+        if not sizes:
+            raise UserError(f"the suite {suite} has no {SPLIT} tasks")
+        if alone:
+            continue
+        margin = defended_margin(list(sizes.values()), DISCORDANT / config.samples, config.alpha)
+        least = math.ceil(1000 * margin) / 1000
+        what = f"{sizes.total()} tasks of {len(sizes)} functions, {config.samples} samples each, defend"
+        say(f"{suite.name}: {what} a margin of {100 * margin:.1f} points")
+        if margin > config.margin:
+            raise UserError(
+                f"the suite {suite} cannot defend gate.margin = {config.margin:g}: {what} {least:g}; "
+                "take that margin, more functions or more samples"
+            )
 
 
 def _suite(
-    config: GateConfig, suite: Path, release: Release, incumbent: ReleaseState, anchor: ReleaseState, measure: Measure
+    config: GateConfig,
+    suite: Path,
+    release: Release,
+    incumbent: ReleaseState | None,
+    anchor: ReleaseState | None,
+    measure: Measure,
 ) -> list[GatePart]:
-    new, old = measure(release, suite), measure(incumbent.release, suite)
-    parts = [compare_paired(f"suite {suite.name}", old.tasks, new.tasks, config.margin, config.alpha)]
+    new = measure(release, suite)
+    parts = [above_floor(f"floor on {suite.name}", new.tasks, config.floor)]
+    if incumbent is None or anchor is None or not parts[0].passed:
+        return parts
+    old = measure(incumbent.release, suite)
+    parts.append(compare_paired(f"suite {suite.name}", old.tasks, new.tasks, config.margin, config.alpha))
     if anchor.release.manifest != incumbent.release.manifest:
         first = measure(anchor.release, suite)
         name = f"suite {suite.name}, anchor"
-        parts.append(compare_paired(name, first.tasks, new.tasks, 2 * config.margin, config.alpha))
+        parts.append(compare_paired(name, first.tasks, new.tasks, min(2 * config.margin, _MOST), config.alpha))
     return [*parts, cost(f"cost on {suite.name}", old, new, config.cost)]
+
+
+def above_floor(name: str, tasks: Sequence[TaskResult], floor: float) -> GatePart:
+    """Whether the pass rate is at least `floor`: of a version with nothing to compare with, weights that do not work
+    are seen here. Lost tasks count as failed."""
+    rate = sum(float(np.mean(task.passed)) for task in tasks if task.passed) / max(1, len(tasks))
+    reason = f"{rate:.1%} of {len(tasks)} tasks pass, at least {floor:.1%} must"
+    return GatePart(name=name, passed=rate >= floor, reason=reason, figures={"rate": rate, "floor": floor})
 
 
 def compare_paired(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import sqlalchemy as sa
@@ -35,10 +35,14 @@ from etude.live.release import releases
 from etude.live.release.canary import CanaryDecision, CanaryTrial, TallyRow, Verdict, decide, tallies_of
 from etude.live.release.contrast import holdback_lift
 from etude.live.release.releases import ReleaseLog, ReleaseState, StoreTarget
-from etude.live.release.stores import StoreState, bring, prepare, store_states
+from etude.live.release.reports import read_report
+from etude.live.release.stores import COPIES, StoreState, bring, prepare, store_states
 from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.weights import newest_manifest, read_manifest
+
+if TYPE_CHECKING:
+    from etude.live.release.forecast import Forecast
 
 DEADLINE = 60.0
 """Seconds in which a cluster's servers must serve a new target; later they get no requests."""
@@ -73,12 +77,22 @@ class ReleaseSite:
         """Whether any cluster has servers for a canary."""
         return any(cluster.canary_urls for cluster in self.config.clusters)
 
-    def base(self) -> Mapping[str, Any]:
-        """The tensors of the model that the versions began with. Raises UserError."""
+    def base_folder(self, store: str) -> Path:
+        """The model folder that the versions of a store begin with: that of the run whose store it is, else
+        `gate.base`. Raises UserError."""
+        from etude.runfolder import load_config
         from etude.weights import model_folder
+
+        weights = Path(store.removeprefix("file://"))
+        run = weights.parent
+        own = weights.name == "weights" and (run / "config.json").is_file()
+        return model_folder(load_config(run).model.path if own else self.config.gate.base)
+
+    def base(self, store: str) -> Mapping[str, Any]:
+        """The tensors of that folder. Raises UserError."""
         from etude.weights.export import folder_tensors
 
-        return folder_tensors(model_folder(self.config.gate.base))
+        return folder_tensors(self.base_folder(store))
 
     def read(self) -> ReleaseLog:
         """The log of releases."""
@@ -152,6 +166,9 @@ def start(site: ReleaseSite, digest: str, version: int) -> ReleaseState:
             raise UserError(
                 f"version {version} has not passed the gate beside the current release: run `etude live gate` first"
             )
+        read_report(trial.release, site.key)
+        if site.config.loop.approval and not trial.approved:
+            raise UserError(f"release {trial.release.number} waits for a person: `etude live approve` or `refuse`")
         if current is None or not site.has_canary:
             why = "the first release" if current is None else "no cluster has servers for a canary"
             releases.append(site.engine, trial, ReleaseStage.RELEASED, 1.0, why, "gate")
@@ -163,18 +180,43 @@ def start(site: ReleaseSite, digest: str, version: int) -> ReleaseState:
 
 
 def approve(site: ReleaseSite, name: str) -> ReleaseState:
-    """Brings the canary to its next stage, approved by the person `name`. Raises UserError if the decision is not to go
-    on."""
+    """The approval of the person `name`: a version that has passed the gate may go to the canary, or the canary goes to
+    its next stage. Raises UserError if nothing waits, or if the decision is not to go on."""
     log = site.read()
     trial = log.trial
-    if trial is None or trial.stage is not ReleaseStage.CANARY:
+    if trial is None:
+        waiting = _waiting(log)
+        releases.append(site.engine, waiting, ReleaseStage.GATE, 0.0, "approved", name)
+        failpoint("release.approved")
+        return site.read().of(waiting.release.number)
+    if trial.stage is not ReleaseStage.CANARY:
         raise UserError("no release waits for an approval: see `etude live status`")
-    decision = decision_of(site, trial, time.time_ns())
+    decision = decision_of(site, trial, journal.now())
     if decision.verdict not in (Verdict.GO_ON, Verdict.DONE, Verdict.OFFER):
         raise UserError(f"release {trial.release.number} cannot go on yet: {decision.reason}")
     _advance(site, trial, decision, name)
     _follow(site)
     return site.read().of(trial.release.number)
+
+
+def refuse(site: ReleaseSite, name: str, reason: str) -> ReleaseState:
+    """The refusal of the person `name`: a version that has passed the gate is not released; the release on trial is
+    rolled back. Raises UserError if there is neither."""
+    log = site.read()
+    if log.trial is not None:
+        rollback(site, reason, name)
+        return site.read().of(log.trial.release.number)
+    waiting = _waiting(log)
+    releases.append(site.engine, waiting, ReleaseStage.REFUSED, 0.0, reason, name)
+    return site.read().of(waiting.release.number)
+
+
+def _waiting(log: ReleaseLog) -> ReleaseState:
+    """The newest release, if it has passed the gate beside the current one and nobody has approved it."""
+    last = log.states[-1] if log.states else None
+    if last is None or log.passed(last.release.manifest) is not last or last.approved:
+        raise UserError("no release waits for an approval: see `etude live status`")
+    return last
 
 
 @dataclass(frozen=True)
@@ -197,13 +239,13 @@ def tick(site: ReleaseSite) -> Tick:
     name = f"release {trial.release.number}"
     if trial.stage is ReleaseStage.STAGED:
         return Tick(f"{name}: {_leave_staged(site, trial, stores)}")
-    decision = decision_of(site, trial, time.time_ns())
+    decision = decision_of(site, trial, journal.now())
     if decision.verdict is Verdict.ROLL_BACK:
         rollback(site, decision.reason, "canary")
     elif decision.verdict is not Verdict.HOLD:
         if decision.verdict is Verdict.OFFER or releases.needs_approval(site.engine, site.config):
             why = f" ({decision.reason})" if decision.verdict is Verdict.OFFER else ""
-            waits = f"{name} at {trial.share:.0%} waits for a person{why}: `etude live release --approve NAME`"
+            waits = f"{name} at {trial.share:.0%} waits for a person{why}: `etude live approve` or `refuse`"
             return Tick(waits, decision)
         _advance(site, trial, decision, "canary")
         _follow(site)
@@ -267,7 +309,7 @@ def _leave_staged(site: ReleaseSite, trial: ReleaseState, stores: Sequence[Store
     if all are late, the release is rolled back. Returns a phrase for people."""
     canaries = [store for store in stores if store.target.arm is Arm.CANARY]
     lagging = [store for store in canaries if store.lagging]
-    late = time.time_ns() - trial.events[-1].at > DEADLINE * 1e9
+    late = journal.now() - trial.events[-1].at > DEADLINE * 1e9
     if lagging and not late:
         return f"the canary's servers of {_names(lagging)} do not serve it yet"
     if len(lagging) == len(canaries):
@@ -306,7 +348,7 @@ def drain_lagging(site: ReleaseSite, stores: Sequence[StoreState]) -> None:
         target, lagging = store.target, store.lagging
         if not lagging:
             releases.drain(site.engine, target, False, f"it serves release {target.release.number}")
-        elif time.time_ns() - target.since > DEADLINE * 1e9:
+        elif journal.now() - target.since > DEADLINE * 1e9:
             late = f"{lagging[0].url} does not serve release {target.release.number} after {DEADLINE:.0f} seconds"
             releases.drain(site.engine, target, True, late)
 
@@ -372,7 +414,7 @@ def _prepared(site: ReleaseSite, targets: Sequence[StoreTarget]) -> list[Callabl
             _log.warning("the %s store of cluster %s is away: %s", target.arm, target.cluster, e)
             return None
 
-    with ThreadPoolExecutor(max(1, len(targets))) as pool:
+    with ThreadPoolExecutor(COPIES) as pool:
         return [ready for ready in pool.map(one, targets) if ready is not None]
 
 
@@ -421,9 +463,9 @@ def drill(site: ReleaseSite, say: Callable[[str], None]) -> list[tuple[str, floa
     away = bring(targets, site.key, site.base)
     back = [_with(target, before) for target in targets]
     took: list[tuple[str, float]] = []
+    began = time.monotonic()
     try:
         ready = [prepare(target, site.key, site.base) for target in back]
-        began = time.monotonic()
         with ThreadPoolExecutor(len(ready)) as pool:
             list(pool.map(lambda write: write(), ready))
         left = dict.fromkeys(target.cluster for target in back)
@@ -449,7 +491,14 @@ def _with(target: StoreTarget, release: Release) -> StoreTarget:
     return StoreTarget(target.cluster, target.arm, target.store, target.urls, release, target.since)
 
 
-# --- status -----------------------------------------------------------------------------------------------------------
+# --- plan and status --------------------------------------------------------------------------------------------------
+
+
+def plan(site: ReleaseSite, base: float | None, power: float) -> Forecast:
+    """The forecast of what can be shown in what time. Raises UserError."""
+    from etude.live.release.forecast import forecast
+
+    return forecast(site.config, site.engine, bool(site.canary.holdback), base, power)
 
 
 def status(site: ReleaseSite) -> dict[str, Any]:
@@ -457,7 +506,7 @@ def status(site: ReleaseSite) -> dict[str, Any]:
     log = site.read()
     stores = store_states(log.targets(site.config.clusters))
     drained = releases.drained(site.engine)
-    now = time.time_ns()
+    now = journal.now()
     trial = log.trial
     decision = None
     if trial is not None and trial.stage is ReleaseStage.CANARY:

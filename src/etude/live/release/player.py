@@ -18,8 +18,9 @@ import msgspec
 import numpy as np
 import sqlalchemy as sa
 
-from etude.config import EngineConfig, EvalConfig, SandboxConfig, ServerConfig
+from etude.config import EngineConfig, EvalConfig, InferenceConfig, RolloutConfig, SandboxConfig, ServerConfig
 from etude.evals import EvalResult
+from etude.live.learn.train import read_recipe
 from etude.live.learn.window import LiveContents
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs
@@ -27,8 +28,8 @@ from etude.live.log.derive import Message, MessageCall, conversation, of_answer,
 from etude.live.log.privacy import planted
 from etude.live.log.records import Release, ServedTurn, SignalKind, TurnContent, TurnKind
 from etude.live.log.scrub import scrubbed
-from etude.live.release.gate import SPLIT, GatePart
 from etude.live.release.operations import ReleaseSite
+from etude.live.release.reports import SPLIT, GatePart
 from etude.protocol import GenerateRequest
 from etude.protocol.backends import EngineClient
 from etude.records import Budget
@@ -92,12 +93,11 @@ class Player:
 
     def model(self, release: Release) -> Path:
         """The model folder of a release's content. Raises UserError."""
-        from etude.weights import model_folder
         from etude.weights.export import export
 
         out = Path(self._scratch.name) / release.manifest
         if not out.exists():
-            export(open_store(release.store), release.version, model_folder(self.site.config.gate.base), out)
+            export(open_store(release.store), release.version, self.site.base_folder(release.store), out)
         return out
 
     def measure(self, release: Release, suite: Path) -> EvalResult:
@@ -166,6 +166,14 @@ class Player:
                     return list(answers), list(scores)
             finally:
                 engine.stop(10)
+
+
+def player_of(site: ReleaseSite) -> Player:
+    """A player with budget, engine, dialect and [sandbox] of the recipe `train`, or of defaults. Raises UserError."""
+    if site.config.train is None:
+        return Player(site, RolloutConfig().budget(), InferenceConfig())
+    recipe = read_recipe(site.config.train)
+    return Player(site, recipe.rollout.budget(), recipe.inference, recipe.model.dialect, recipe.sandbox)
 
 
 def prefixes(site: ReleaseSite, most: int) -> list[Prefix]:

@@ -1,6 +1,7 @@
 """The log of releases: their stages, as rows, and the target of every store.
 
-    gate -> staged -> canary (shares) -> released         each step is a row of `release_events`; the last row counts
+    gate -> staged -> canary (shares) -> released         each step is a row of `release_events`; the last row counts;
+                                                          a second row in stage GATE is a person's approval
       \\-> refused      \\-> rolled_back, and a new release of the old content, in one transaction
 
 The content of a store follows from the rows alone (`targets`), so a process killed between a row and a store leaves
@@ -49,6 +50,11 @@ class ReleaseState:
     def everywhere(self) -> bool:
         """Whether every account outside the holdback has the release."""
         return self.stage in (ReleaseStage.CANARY, ReleaseStage.RELEASED) and self.share >= 1
+
+    @property
+    def approved(self) -> bool:
+        """Whether a person has approved it after the gate."""
+        return sum(event.stage is ReleaseStage.GATE for event in self.events) > 1
 
     def since(self, *stages: ReleaseStage, share: float = 0.0) -> int:
         """Time of the first event of these stages with at least this share."""

@@ -6,14 +6,14 @@ before: servers and signatures never see a downgrade.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
-import msgspec
 
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
@@ -24,11 +24,13 @@ from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.weights import newest_manifest, published_versions, read_manifest
 
-if TYPE_CHECKING:
-    from etude.weights.content import Folder
+Base = Callable[[str], Mapping[str, Any]]
+"""URL of a store -> tensors of the model that its versions began with."""
 
 _CONNECT_SECONDS, _READ_SECONDS = 1.0, 3.0
-_MAX_AT_ONCE = 32  # servers and stores at a time
+_MAX_AT_ONCE = 32  # servers at a time
+COPIES = 4
+"""Stores that are written at a time; each copy holds some tensors."""
 
 
 @dataclass(frozen=True)
@@ -56,45 +58,34 @@ class StoreState:
         return [server for server in self.servers if server.digest != self.target.release.manifest]
 
 
-def prepare(target: StoreTarget, key: Path | None, base: Folder | None = None) -> Callable[[], int]:
-    """Reads the content of the target's release; returns a function that writes it to the store as a version and
-    returns the version's number. The function writes nothing if the store's newest version has the content. `base`
-    reads the model folder that a run's versions begin with. Raises UserError."""
+def prepare(target: StoreTarget, key: Path | None, base: Base | None = None) -> Callable[[], int]:
+    """Writes the objects of the target's release to its store, a few tensors at a time; returns a function that makes
+    them a version, and returns its number. Nothing is written if the store's newest version has the content. `base`
+    reads the model folder that the versions of a store begin with. Raises UserError."""
     store, release = open_store(target.store, durable=True), target.release
     last = _newest(target.store)
-    if last is not None and last.digest == release.manifest:
+    if last is not None and last.live == release.manifest:
         return lambda: last.version
-    from etude.weights import read_private_key
-    from etude.weights.content import load
-    from etude.weights.publisher import AlreadyPublished, Publisher
+    from etude.weights.copies import prepare_copy
+    from etude.weights.publisher import AlreadyPublished
 
     source, version = (store, held) if (held := _held(target.store, release)) is not None else _source(release)
-    manifest, tensors = load(source, version, base)
-    if not isinstance(manifest.adapted, msgspec.UnsetType):
-        raise UserError(
-            f"version {version} of {source.url} holds adapters: merge them with `etude weights fetch`, and "
-            "publish the folder"
-        )
-    if manifest.digest != release.manifest:
-        raise UserError(f"version {version} of {source.url} has not the content of release {release.number}")
-    publisher = Publisher(store, key=read_private_key(key) if key else None, model=manifest.model)
-    if last is not None:
-        publisher.resume(last, load(store, last.version, base)[1])
-    number = last.version + 1 if last is not None else 0
+    folder = None if base is None else partial(base, source.url)
+    create = prepare_copy(source, version, release.manifest, store, last, key, folder)
 
     def write() -> int:
         failpoint("release.publish")
         try:
-            publisher.publish(number, tensors, (), {}, last=True)
+            return create().version
         except AlreadyPublished as e:  # by another process that follows the same rows
-            if e.manifest.digest != release.manifest:
+            if e.manifest.live != release.manifest:
                 raise
-        return number
+            return e.manifest.version
 
     return write
 
 
-def bring(targets: Sequence[StoreTarget], key: Path | None, base: Folder | None = None) -> dict[StoreTarget, str]:
+def bring(targets: Sequence[StoreTarget], key: Path | None, base: Base | None = None) -> dict[StoreTarget, str]:
     """Brings every store to its target, concurrently; returns the failed stores with the reasons."""
 
     def one(target: StoreTarget) -> str:
@@ -106,7 +97,7 @@ def bring(targets: Sequence[StoreTarget], key: Path | None, base: Folder | None 
 
     if not targets:
         return {}
-    with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(targets))) as pool:
+    with ThreadPoolExecutor(COPIES) as pool:
         return {target: why for target, why in zip(targets, pool.map(one, targets), strict=True) if why}
 
 
@@ -125,7 +116,7 @@ def _held(url: str, release: Release) -> int | None:
             manifest = read_manifest(store, number)
         except ValueError:
             continue
-        if manifest is not None and manifest.digest == release.manifest:
+        if manifest is not None and manifest.live == release.manifest:
             return number
     return None
 

@@ -2,8 +2,8 @@
 
     servers    one cluster of two `etude serve`, of the control and of the canary, each with a weight store
     gateway    `etude live serve` before them; users ask with OpenAI's client library (clients.py)
-    window     kept and undone edits train a version by the ordinary trainer
-    release    gate, then the canary at 10, 50 and 100 % of the accounts, while users go on
+    loop       the legs of `etude live run`, one after the other: kept and undone edits train a version, the gate plays
+               a frozen suite of the same library, the canary goes to 10, 50 and 100 % while users go on
 
 After the first release a version with damaged weights bypasses the gate, and the canary has to stop it. Held-out
 requests are about functions that no user's request is about.
@@ -27,9 +27,8 @@ import sqlalchemy as sa
 from etude import processes
 from etude.code import fetch_library
 from etude.config import (
-    InferenceConfig,
+    BuildConfig,
     LiveConfig,
-    RolloutConfig,
     ServerConfig,
     WeightSource,
     bundled,
@@ -38,30 +37,34 @@ from etude.config import (
 )
 from etude.errors import RunFailed, UserError
 from etude.evals import Estimate, mean_difference
-from etude.live.learn.train import train_window
-from etude.live.learn.window import LiveContents, cut_window, window_samples
+from etude.live.legs import LegKind, leg_of, step
 from etude.live.log import schema
-from etude.live.log.accounts import Accounts, open_blobs
+from etude.live.log.accounts import Accounts
 from etude.live.log.records import LivePolicy, Release, ReleaseStage
 from etude.live.log.tenants import create_key, digest_of, set_policy
 from etude.live.release import releases
-from etude.live.release.canary import Verdict
-from etude.live.release.gate import play_gate
-from etude.live.release.operations import ReleaseSite, candidate, open_site, start, tick, wait
-from etude.live.release.player import Player
+from etude.live.release.operations import ReleaseSite, open_site, start, wait
+from etude.live.release.reports import GateReport, keep_report
 from etude.live.simulate.clients import FunctionRequest, Judgement, Users, answers, mean_utility, requests
 from etude.live.simulate.users import draw_population
 from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
+from etude.tasks import build_dataset
 
 ACCOUNTS = 360
 TURNS = 700  # of users before the first window; later windows learn from the turns during the canaries
 SAMPLES = 2  # of each held-out request
 DAMAGE = 0.6  # standard deviation of the noise on the planted version's weights, over that of each tensor
+SUITE_TASKS = 40  # of the gate's suite, most of them held out
 _HELDOUT = 0.4  # of the functions
 _AT_ONCE = 12
 _ZIPF = 0.3  # of activity: nearly every account has a request within a stage
 _LIBRARY = ("pydash", "8.1.0", "30914c3e9d377ea2cd0d3c0a4f252889b08392f730a5eb4d117e5b598cdf1d52")
+SUITE = BuildConfig(
+    kinds=("mutation",), operators=("bool_flip", "negate_cond", "op_flip"), min_lines=1, max_lines=20,
+    visible_failure=True, symptoms=False, max_tasks=SUITE_TASKS, per_function=1, heldout_fraction=0.9,
+)  # fmt: skip
+"""Of the gate: damage to one token, as in recipes/demo.toml."""
 _TICK_SECONDS = 0.5
 _CANARY_SECONDS = 420.0
 _START_SECONDS = 120.0
@@ -126,7 +129,8 @@ def run(folder: Path, seed: int, windows: int, say: Callable[[str], None]) -> Li
     say(f"fetching {name} {version}")
     library = fetch_library(name, version, sha256, folder / "library")
     user_requests, heldout = requests(library, seed, _HELDOUT)
-    say(f"{len(user_requests)} requests of users, {len(heldout)} held out")
+    say(f"{len(user_requests)} requests of users, {len(heldout)} held out; now the gate's suite")
+    build_dataset(library, folder / "suite", SUITE, lambda *_: None)
     with _servers(folder) as servers:
         return _Demo(servers, user_requests, heldout, seed, say).run(windows)
 
@@ -153,8 +157,9 @@ def _servers(folder: Path) -> Iterator[_Servers]:
     logs.mkdir(exist_ok=True)
     try:
         stores = [folder / "control", folder / "canary"]
+        _publish_base(stores[0])
         for number, store in enumerate(stores):
-            store.mkdir()
+            store.mkdir(exist_ok=True)
             served = ServerConfig(
                 model=str(find_model("nano")),
                 port=0,
@@ -171,7 +176,6 @@ def _servers(folder: Path) -> Iterator[_Servers]:
             key = create_key(site.engine, "firm", "users", proxy=True)
             secret = Accounts(Path(site.config.folder)).proxy_secret(digest_of(key))
             set_policy(site.engine, "firm", LivePolicy(requests_per_minute=10**6))
-            _publish_base(folder / "base")
             ready = logs / "gateway.json"
             words = ["etude.cli.main", "live", "serve", str(path), "--ready-file", str(ready)]
             child = processes.start("gateway", words, logs / "gateway.log")
@@ -210,12 +214,14 @@ def _write_config(folder: Path, urls: list[str], stores: list[Path]) -> Path:
             "store": str(stores[0]),
             "canary_url": urls[1],
             "canary_store": str(stores[1]),
+            "suite": str(folder / "suite"),
         }.items()
     }
     text = (
         recipes[0]
         .read_text("utf-8")
         .replace('\nstage = "live"\n', f'\nstage = "live"\nfolder = {quoted["folder"]}\ntrain = {quoted["train"]}\n', 1)
+        .replace("\n[gate]\n", f"\n[gate]\nsuites = [{quoted['suite']}]\n", 1)
     )
     text += (
         f'\n[gateway]\nport = 0\n\n[[clusters]]\nname = "one"\nurls = [{quoted["url"]}]\nstore = {quoted["store"]}\n'
@@ -267,9 +273,8 @@ class _Demo:
 
     def run(self, windows: int) -> LiveDemo:
         """Runs all windows; each learns from the turns before its cut."""
-        base = str(self._servers.folder / "base")
-        self._pass_gate(base)
-        start(self._site, candidate(self._site, base, 0).manifest.digest, 0)
+        self._do(LegKind.GATE)
+        self._do(LegKind.RELEASE)
         self._wait_for_servers()
         self._score()
         for number in range(1, windows + 1):
@@ -310,25 +315,20 @@ class _Demo:
         self.done.utility.append(mean_utility(new))
         self._log(f"window {number}: {len(new):,} turns, mean hidden utility {self.done.utility[-1]:.3f}")
         time.sleep(site.config.labels.delay_seconds)
-        folder = Path(site.config.folder)
-        contents = LiveContents(site.engine, Accounts(folder), open_blobs(folder))
-        cut = cut_window(site.engine, contents, site.config.labels)
-        batch = window_samples(site.engine, contents, site.config.labels, cut.number)
-        trained = train_window(site.config, site.engine, cut.number, batch)
-        self._log(f"window {number}: version {trained.version} learned from {trained.turns:,} turns")
-        version = candidate(site, None, None)
-        if self._pass_gate(None):
-            self._try(version.manifest.digest, version.manifest.version)
+        for kind in (LegKind.CUT, LegKind.TRAIN, LegKind.GATE):
+            self._do(kind)
+        last = site.read().states[-1]
+        if last.stage is ReleaseStage.REFUSED:
+            self.done.refused.append(last.events[-1].reason)
+        else:
+            self._do(LegKind.RELEASE)
+            self._try(last.release.number)
 
-    def _pass_gate(self, store: str | None) -> bool:
-        site = self._site
-        with Player(site, RolloutConfig().budget(), InferenceConfig(threads=2, cache_mb=64)) as player:
-            report = play_gate(site, candidate(site, store, None), player.measure, player.replay, lambda _: None)
-        failed = report.failed
-        if failed is not None:
-            self.done.refused.append(f"{failed.name}: {failed.reason}")
-            self._log(f"the gate refuses version {report.version}: {self.done.refused[-1]}")
-        return failed is None
+    def _do(self, kind: LegKind, quiet: bool = False) -> None:
+        """Does the next leg of the loop, which has to be `kind`."""
+        if (leg := leg_of(self._site)).kind is not kind:
+            raise RunFailed(f"the loop is at its leg {leg.kind} ({leg.why}), not at {kind}")
+        step(self._site, (lambda _: None) if quiet else self._log)
 
     def _plant(self) -> None:
         """Brings a version with damaged weights to the canary, without the gate."""
@@ -344,32 +344,38 @@ class _Demo:
             tensors[name] = tensor + DAMAGE * tensor.std() * noise if tensor.numel() > 1 else tensor
         store = str(self._servers.folder / "planted")
         manifest = Publisher(open_store(store)).publish(0, tensors, (), {})
-        log = self._site.read()
+        log, anchor = self._site.read(), current.release.anchor
+        lie = GateReport(
+            store=store,
+            version=0,
+            manifest=manifest.digest,
+            incumbent=current.release.number,
+            anchor=anchor,
+            parts=(),
+            at=0,
+        )
         release = Release(
             number=log.next_number,
             store=store,
             version=0,
             manifest=manifest.digest,
             parent=current.release.number,
-            anchor=current.release.anchor,
-            report=None,
+            anchor=anchor,
+            report=keep_report(lie, None),
             window=None,
             at=0,
         )
         releases.begin(self._site.engine, release, ReleaseStage.GATE, "planted: the gate was not asked", "demo")
-        self._try(manifest.digest, 0, planted=True)
+        self._try(start(self._site, manifest.digest, 0).release.number, planted=True)
 
-    def _try(self, digest: str, version: int, planted: bool = False) -> None:
-        """Runs the canary of a version, with users, until the version is released or rolled back."""
-        number = start(self._site, digest, version).release.number
+    def _try(self, number: int, planted: bool = False) -> None:
+        """Watches the canary of a release, with users, until the release is for all accounts or rolled back."""
         self._log(f"release {number} goes to the canary" + (", planted: its weights are damaged" if planted else ""))
         before, deadline = len(self._users.turns), time.monotonic() + _CANARY_SECONDS
         self._users.begin()
-        stages, lift = 0, ""
+        stages = 0
         while True:
-            decision = tick(self._site).decision
-            if decision is not None and decision.verdict is Verdict.GO_ON and decision.lift is not None:
-                lift = decision.lift.sentence
+            self._do(LegKind.WATCH, quiet=True)
             state = self._site.read().of(number)
             for event in state.events[stages:]:
                 if event.decided_by == "canary":
@@ -386,7 +392,11 @@ class _Demo:
         mine = _turns_of(self._site, number)
         own = [turn for turn in self._users.turns[before:] if turn.turn in mine]
         released = state.stage is ReleaseStage.RELEASED
-        reasons = tuple(event.reason for event in state.events if event.decided_by == "canary")
+        decisions = [event.reason.partition("; ") for event in state.events if event.decided_by == "canary"]
+        reasons, lift = (
+            tuple(why for why, _, _ in decisions),
+            next((lift for _, _, lift in reversed(decisions) if lift), ""),
+        )
         self.done.outcomes.append(
             ReleaseOutcome(number, planted, released, reasons, mean_utility(own), time.monotonic() - self._began, lift)
         )
