@@ -204,8 +204,8 @@ def _progress(
 
 
 def accounts_wanted(options: CanaryConfig, share: float, known: int) -> int:
-    """The accounts that a stage of this share waits for, of `known` ones. A small firm's early stages reach too few for any proof, and wait for none;
-    its last stage with a control waits for half of those that it reaches."""
+    """The accounts that a stage of this share waits for, of `known` ones. A small firm's early stages reach too few for
+    any proof, and wait for none; its last stage with a control waits for half of those that it reaches."""
     reach = math.floor(_REACHED * share * (1 - options.holdback) * known)
     if not known or reach >= options.least:
         return options.least
