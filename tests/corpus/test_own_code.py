@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from benchmarks import own_code
+
 from etude.models.loading import load_model
-from tests.corpus.documents.sources import build, folder, rows
+from tests.corpus.documents.sources import build, rows
 from tests.corpus.documents.test_suites import dataset, definition
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
