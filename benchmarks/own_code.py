@@ -1,6 +1,7 @@
 """Measurements of training on own code, each one command. docs/figures/own-code.json has what they gave.
 
 general   writes general texts: the descriptions of the installed packages, and the topics of Python's reference
+repairs   writes conversations of repair episodes of packages, the nano model's own kind of rows, for replay
 losses    the loss of each document of rows under a model, and whether it would copy the old text of each edit call
 planted   writes sources with secrets and with copies of a suite's answers, and a list of what must not be learned
 compare   the paired difference of two files of `losses`, with a bootstrap interval over documents
@@ -8,6 +9,7 @@ probe     samples from a model, searched for planted texts
 
     python -m benchmarks.own_code general DIR
     python -m benchmarks.own_code planted DATASET DIR
+    python -m benchmarks.own_code repairs PACKAGE... -o FILE [--count N]
     python -m benchmarks.own_code losses MODEL ROWS... -o FILE [--documents N] [--length N]
     python -m benchmarks.own_code compare BEFORE AFTER
     python -m benchmarks.own_code probe MODEL ROWS... --texts FILE [--samples N]
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import pydoc_data.topics
 import random
@@ -31,16 +34,17 @@ import torch
 from transformers import PreTrainedModel
 
 from etude.config import EngineConfig, ModelConfig
-from etude.corpus import SPECIALS, LearnedRow, chat_files
+from etude.corpus import SPECIALS, LearnedRow, build, chat_files
 from etude.corpus.chats import read_row
+from etude.corpus.dialect import Document
 from etude.corpus.documents.suites import suite_pieces
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
 from etude.models.head import head_of
 from etude.models.loading import load_model
-from etude.renderers import Renderer, renderer_for
+from etude.renderers import COMPACT_PARAMETERS, Renderer, renderer_for
 from etude.renderers.compact import IDS
-from etude.trainer.finetune.config import MidtrainConfig
+from etude.trainer.finetune.config import CorpusConfig, MidtrainConfig, SftConfig
 from etude.trainer.finetune.data import StreamData
 from etude.trainer.finetune.folder import pad_of
 
@@ -78,6 +82,49 @@ def write_planted(dataset: Path, folder: Path, count: int = 100) -> None:
     hunks = [max(map(str.strip, piece.splitlines()), key=len) for piece in pieces]
     for name, texts in (("texts", secrets), ("hunks", hunks)):
         (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+
+
+def repairs(packages: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
+    """Rows of repair episodes, as stage sft without data draws them. Turns with a wrong attempt are not learned."""
+    options = SftConfig.model_validate({"model": {"path": "nano"}, "max_lines": 20})
+    cache = Path(CorpusConfig().cache)
+    corpus = build.build_corpus(packages, (), (), cache, standard=False, per_package=4000, seed=0)
+    short = [function for function in corpus.train if function.lines <= options.max_lines]
+    stream = build.repair_documents(short, options.shapes.model_dump(), options.operators, random.Random(1))
+    for number, document in enumerate(itertools.islice(stream, count)):
+        yield {"messages": list(_messages(document)), "id": f"repair-{number}", "source": "repairs"}
+
+
+def _messages(document: Document) -> Iterator[dict[str, Any]]:
+    role, calls, learned = "", list[list[str]](), True
+    for piece in document:
+        match piece.text if piece.special else "":
+            case "<|user|>" | "<|tool|>" as mark:
+                role = mark.strip("<|>")
+            case "<|assistant|>":
+                role, calls, learned = "assistant", [], True
+            case "<|call|>":
+                calls.append([])
+                learned &= piece.labelled
+            case "<|end|>" if role == "assistant":
+                yield {"role": role, "content": "", "tool_calls": list(map(_call, itertools.count(), calls))} | (
+                    {} if learned else {"weight": 0}
+                )
+            case "" if role == "assistant":
+                calls[-1].append(piece.text)
+            case "" if role == "tool":  # a line for each call
+                for number, line in enumerate(piece.text.split("\n")):
+                    yield {"role": role, "tool_call_id": f"call_{number}", "content": line}
+            case "":
+                yield {"role": role, "content": piece.text}
+            case _:
+                pass
+
+
+def _call(number: int, words: Sequence[str]) -> dict[str, Any]:
+    name, *values = words
+    arguments = json.dumps(dict(zip(COMPACT_PARAMETERS[name], values, strict=True)))
+    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def documents(model: Path, pad: int, rows: Sequence[Path], most: int) -> Iterator[LearnedRow]:
@@ -190,6 +237,10 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def main() -> None:
     """Runs one measurement."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.own_code", description=(__doc__ or "").split("\n")[0])
@@ -198,6 +249,10 @@ def main() -> None:
     planted = commands.add_parser("planted")
     planted.add_argument("dataset", type=Path)
     planted.add_argument("folder", type=Path)
+    one = commands.add_parser("repairs")
+    one.add_argument("packages", nargs="+")
+    one.add_argument("-o", "--output", type=Path, required=True)
+    one.add_argument("--count", type=int, default=2000)
     for name in ("losses", "probe"):
         one = commands.add_parser(name)
         one.add_argument("model")
@@ -217,12 +272,13 @@ def main() -> None:
         return write_general(options.folder)
     if options.command == "planted":
         return write_planted(options.dataset, options.folder)
+    if options.command == "repairs":
+        return _write(options.output, repairs(options.packages, options.count))
     if options.command == "compare":
         return print(json.dumps(compare(_read(options.before), _read(options.after))))
     folder = Path(ModelConfig(path=options.model).path)
     if options.command == "losses":
-        found = losses(folder, options.rows, options.documents, options.length)
-        options.output.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+        _write(options.output, losses(folder, options.rows, options.documents, options.length))
     else:
         texts = options.texts.read_text(encoding="utf-8").splitlines()
         print(json.dumps(probe(folder, options.rows, texts, options.samples, options.tokens)))
