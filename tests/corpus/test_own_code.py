@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks import own_code
 
+from etude.corpus import OPERATOR_WEIGHTS, build, encode_chat
+from etude.corpus.chats import chat_of
+from etude.corpus.dialect import encode
+from etude.corpus.filters import FunctionText
 from etude.models.loading import load_model
-from tests.corpus.documents.sources import build, rows
+from etude.renderers import load_tokenizer, renderer_for
+from etude.trainer.finetune.config import ShapesConfig
+from tests.corpus.documents import sources
 from tests.corpus.documents.test_suites import dataset, definition
 
 NANO = Path(__file__).parents[2] / "models" / "nano"
@@ -66,11 +73,11 @@ def test_what_is_planted_is_in_no_part(tmp_path):
     dataset(tmp_path / "suite", [definition(n) for n in range(4)])
     own_code.write_planted(tmp_path / "suite", tmp_path / "planted", 4)
     texts, hunks = ((tmp_path / "planted" / f"{name}.txt").read_text().splitlines() for name in ("texts", "hunks"))
-    sources = b"".join(path.read_bytes() for path in (tmp_path / "planted" / "own").iterdir())
+    planted = b"".join(path.read_bytes() for path in (tmp_path / "planted" / "own").iterdir())
     assert len(texts) == len(hunks) == 4
-    assert all(text.encode() in sources for text in (*texts, *hunks))
-    build(tmp_path / "corpus", own=[tmp_path / "planted" / "own"], suites=[tmp_path / "suite"])
-    parts = json.dumps(rows(tmp_path / "corpus"))
+    assert all(text.encode() in planted for text in (*texts, *hunks))
+    sources.build(tmp_path / "corpus", own=[tmp_path / "planted" / "own"], suites=[tmp_path / "suite"])
+    parts = json.dumps(sources.rows(tmp_path / "corpus"))
     assert "part_0_0" in parts
     assert not any(json.dumps(text)[1:-1] in parts for text in (*texts, *hunks))
 
@@ -81,3 +88,24 @@ def test_general_texts_are_divided(tmp_path):
     assert "numpy.md" in train | held_out
     assert not train & held_out
     assert len(train) > 2 * len(held_out) > 10
+
+
+def test_replayed_episodes_are_the_tokens_that_the_model_was_trained_on(monkeypatch):
+    source = """def keep(items, least, most):
+    kept = []
+    for index, item in enumerate(items):
+        if not item or index + 1 > most:
+            continue
+        if least <= item and item != most - index:
+            kept.append(item + index * 2)
+    return kept or None"""
+    functions = (FunctionText("p", "p/a.py", "keep", source, source),) * 30  # some draws give none
+    monkeypatch.setattr(build, "build_corpus", lambda *_, **__: build.Corpus(functions, (), {}))
+    shapes, renderer = ShapesConfig().model_dump(), renderer_for(NANO, tools=False)
+    documents = build.repair_documents(functions, shapes, OPERATOR_WEIGHTS, random.Random(1))
+    made = list(own_code.repairs([], 40))
+    assert len(made) == 40
+    for document, row in zip(documents, made, strict=False):
+        if any(message.get("weight", 1) for message in row["messages"] if message["role"] == "assistant"):
+            ((ids, _),) = encode(load_tokenizer(NANO), [document])
+            assert encode_chat(chat_of("x", row), renderer)[0].tolist() == ids.tolist()
