@@ -10,7 +10,8 @@ import ast
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -76,16 +77,20 @@ class _PythonNodes(SyntaxNodes):
         return spans
 
     def definition(self, start: int, end: int) -> Span | None:
-        held = [(low, high) for low, high in self._all() if low <= start and end <= high]
+        held = [(low, high) for low, high in self._all if low <= start and end <= high]
         return min(held, key=lambda span: span[1] - span[0], default=None)
 
     def definitions(self) -> list[Span]:
-        return _outermost(self._all())
+        return _outermost(self._all)
 
-    def _all(self) -> Iterator[Span]:
-        for node in ast.walk(self._tree) if self._tree is not None else ():
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                yield self._starts[first_line_of(node) - 1], self._starts[node.end_lineno or node.lineno]
+    @cached_property
+    def _all(self) -> list[Span]:
+        """All definitions; a file that copies a suite is asked for thousands of places."""
+        return [
+            (self._starts[first_line_of(node) - 1], self._starts[node.end_lineno or node.lineno])
+            for node in (ast.walk(self._tree) if self._tree is not None else ())
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        ]
 
     def _span(self, node: Any) -> Span:
         return self._at(node.lineno, node.col_offset), self._at(node.end_lineno, node.end_col_offset)
@@ -165,7 +170,7 @@ def _defining(node: Any, depth: int) -> Iterator[Any]:
             yield from _defining(child, depth - 1)
 
 
-def _outermost(spans: Iterator[Span]) -> list[Span]:
+def _outermost(spans: Iterable[Span]) -> list[Span]:
     kept: list[Span] = []
     for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
         if not kept or start >= kept[-1][1]:
