@@ -16,13 +16,12 @@ from etude.live.release.operations import ReleaseSite
 from tests.helpers.followers import Follower
 from tests.helpers.live_story import BASE, Story, StoryLog, content
 from tests.helpers.live_windows import Loop, answered, new_loop
+from tests.helpers.mixtures import widened
 
 HOUR = 3600.0
-SUITE = Path(__file__).parents[1] / "tasks/data/tiny"  # one held-out task
 OPTIONS = {
     "labels": {"least_batch": 4},
     "canary": {"stages": [0.5, 1.0], "minutes": 0.0, "least": 4, "holdback": 0.0},
-    "gate": {"suites": [str(SUITE)], "margin": 0.8},
     "loop": {"hours": 6.0},
 }
 
@@ -42,6 +41,8 @@ class World:
             "folder": self.loop.config.folder, "train": self.loop.config.train, "clusters": [cluster],
             **OPTIONS, **options,
         }  # fmt: skip
+        suite = widened(root / "suite" / "tiny", 12)
+        self.options["gate"] = {"suites": [str(suite)], "margin": 0.8} | self.options.get("gate", {})
         config = validate(LiveConfig, self.options, "test")
         self.loop = Loop(config, self.loop.log, self.loop.model)
         self.site = ReleaseSite(config, self.loop.log)
@@ -84,10 +85,13 @@ class World:
         `undone` of two edits of each account of the canary are."""
         slot = round(self.site.canary.slot_minutes * 60e9)
         first = -(-self.now() // slot)
+        log = self.site.read()
+        served = {"control": log.current, "canary": log.trial}
+        numbers = {arm: 1 if state is None else state.release.number for arm, state in served.items()}
         counts = {"requests": 4, "edits": 2, "labelled": 2, "applied": 2}
         rows = [
             {
-                "release": 1, "arm": arm, "account": f"{arm}{number}", "slot": at, "name": name, "tenant": "acme",
+                "release": numbers[arm], "arm": arm, "account": f"{arm}{number}", "slot": at, "name": name, "tenant": "acme",
                 "count": n, "total": n,
             }
             for arm in ("control", "canary") for number in range(60) for at in (first, first + 1)
