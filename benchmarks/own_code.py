@@ -1,7 +1,6 @@
 """Measurements of training on own code, each one command. docs/figures/own-code.json has what they gave.
 
 general   writes general texts: the descriptions of the installed packages, and the topics of Python's reference
-repairs   writes conversations of repair episodes of packages, the nano model's own kind of rows, for replay
 losses    the loss of each document of rows under a model, and whether it would copy the old text of each edit call
 planted   writes sources with secrets and with copies of a suite's answers, and a list of what must not be learned
 compare   the paired difference of two files of `losses`, with a bootstrap interval over documents
@@ -9,7 +8,6 @@ probe     samples from a model, searched for planted texts
 
     python -m benchmarks.own_code general DIR
     python -m benchmarks.own_code planted DATASET DIR
-    python -m benchmarks.own_code repairs PACKAGE... -o FILE [--count N]
     python -m benchmarks.own_code losses MODEL ROWS... -o FILE [--documents N] [--length N]
     python -m benchmarks.own_code compare BEFORE AFTER
     python -m benchmarks.own_code probe MODEL ROWS... --texts FILE [--samples N]
@@ -20,7 +18,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import pydoc_data.topics
 import random
@@ -34,19 +31,18 @@ import torch
 from transformers import PreTrainedModel
 
 from etude.config import EngineConfig, ModelConfig
-from etude.corpus import SPECIALS, LearnedRow, build, chat_files
+from etude.corpus import LearnedRow, chat_files
 from etude.corpus.chats import read_row
-from etude.corpus.dialect import Document
+from etude.corpus.dialect import SPECIALS
 from etude.corpus.documents.suites import suite_pieces
 from etude.inference.engine.engine import Engine
 from etude.inference.engine.requests import Request
 from etude.models.head import head_of
 from etude.models.loading import load_model
-from etude.renderers import COMPACT_PARAMETERS, Renderer, renderer_for
+from etude.renderers import Renderer, renderer_for
 from etude.renderers.compact import IDS
-from etude.trainer.finetune.config import CorpusConfig, MidtrainConfig, SftConfig
+from etude.trainer.finetune.config import MidtrainConfig
 from etude.trainer.finetune.data import StreamData
-from etude.trainer.finetune.folder import pad_of
 
 LEAST = 400  # characters of a general text
 RESAMPLES = 10_000
@@ -84,54 +80,11 @@ def write_planted(dataset: Path, folder: Path, count: int = 100) -> None:
         (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
 
 
-def repairs(packages: Sequence[str], count: int) -> Iterator[dict[str, Any]]:
-    """Rows of repair episodes, as stage sft without data draws them. Turns with a wrong attempt are not learned."""
-    options = SftConfig.model_validate({"model": {"path": "nano"}, "max_lines": 20})
-    cache = Path(CorpusConfig().cache)
-    corpus = build.build_corpus(packages, (), (), cache, standard=False, per_package=4000, seed=0)
-    short = [function for function in corpus.train if function.lines <= options.max_lines]
-    stream = build.repair_documents(short, options.shapes.model_dump(), options.operators, random.Random(1))
-    for number, document in enumerate(itertools.islice(stream, count)):
-        yield {"messages": list(_messages(document)), "id": f"repair-{number}", "source": "repairs"}
-
-
-def _messages(document: Document) -> Iterator[dict[str, Any]]:
-    role, calls, learned = "", list[list[str]](), True
-    for piece in document:
-        match piece.text if piece.special else "":
-            case "<|user|>" | "<|tool|>" as mark:
-                role = mark.strip("<|>")
-            case "<|assistant|>":
-                role, calls, learned = "assistant", [], True
-            case "<|call|>":
-                calls.append([])
-                learned &= piece.labelled
-            case "<|end|>" if role == "assistant":
-                yield {"role": role, "content": "", "tool_calls": list(map(_call, itertools.count(), calls))} | (
-                    {} if learned else {"weight": 0}
-                )
-            case "" if role == "assistant":
-                calls[-1].append(piece.text)
-            case "" if role == "tool":  # a line for each call
-                for number, line in enumerate(piece.text.split("\n")):
-                    yield {"role": role, "tool_call_id": f"call_{number}", "content": line}
-            case "":
-                yield {"role": role, "content": piece.text}
-            case _:
-                pass
-
-
-def _call(number: int, words: Sequence[str]) -> dict[str, Any]:
-    name, *values = words
-    arguments = json.dumps(dict(zip(COMPACT_PARAMETERS[name], values, strict=True)))
-    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def documents(model: Path, pad: int, rows: Sequence[Path], most: int) -> Iterator[LearnedRow]:
+def documents(model: Path, rows: Sequence[Path], most: int) -> Iterator[LearnedRow]:
     """The documents of files or corpus folders (their held-out part, if there is one), as training encodes them; `most`
     of them by the digests of their ids."""
     values = {"model": {"path": str(model)}, "data": {"files": [str(path) for path in rows]}}
-    encoders = StreamData.of(MidtrainConfig.model_validate(values), pad).encoders
+    encoders = StreamData.of(MidtrainConfig.model_validate(values)).encoders
     lines: list[tuple[int, str, bytes]] = []
     for path in rows:
         held_out = path.is_dir() and any((path / "held_out").glob("*.jsonl"))
@@ -147,7 +100,7 @@ def losses(folder: Path, rows: Sequence[Path], most: int, length: int) -> Iterat
     """For each document its learned tokens among the first `length`, the sum of their losses in nats, and for each edit
     call whether every token of its old text is the most likely one."""
     model, renderer = load_model(folder, dtype=torch.bfloat16), renderer_for(folder, tools=False)
-    for row in documents(folder, pad_of(model), rows, most):
+    for row in documents(folder, rows, most):
         ids, mask = (values[:length].astype(np.int64) for values in row.tokens)
         learned = np.flatnonzero(mask[1:])
         if len(learned):
@@ -216,7 +169,7 @@ def probe(folder: Path, rows: Sequence[Path], texts: Sequence[str], samples: int
     model = load_model(folder, dtype=torch.bfloat16)
     engine = Engine(model, EngineConfig(max_batch=64))
     renderer = renderer_for(folder, tools=False)
-    starts = [row.tokens[0] for row in documents(folder, pad_of(model), rows, samples)]
+    starts = [row.tokens[0] for row in documents(folder, rows, samples)]
     rng, futures = np.random.default_rng(0), list[Any]()
     for number in range(samples):
         ids = starts[number % len(starts)]
@@ -249,10 +202,6 @@ def main() -> None:
     planted = commands.add_parser("planted")
     planted.add_argument("dataset", type=Path)
     planted.add_argument("folder", type=Path)
-    one = commands.add_parser("repairs")
-    one.add_argument("packages", nargs="+")
-    one.add_argument("-o", "--output", type=Path, required=True)
-    one.add_argument("--count", type=int, default=2000)
     for name in ("losses", "probe"):
         one = commands.add_parser(name)
         one.add_argument("model")
@@ -272,8 +221,6 @@ def main() -> None:
         return write_general(options.folder)
     if options.command == "planted":
         return write_planted(options.dataset, options.folder)
-    if options.command == "repairs":
-        return _write(options.output, repairs(options.packages, options.count))
     if options.command == "compare":
         return print(json.dumps(compare(_read(options.before), _read(options.after))))
     folder = Path(ModelConfig(path=options.model).path)

@@ -89,8 +89,9 @@ def _sampled(text: str) -> SampledTurn:
 
 def _entry(asked: str, message: bytes) -> TurnEntry:
     session = Session(
-        id=ulid(), tenant="firm", account="a", consent=Consent(), arm=Arm.CONTROL, release=0, propensity=1.0, opened=0
-    )
+        id=ulid(), tenant="firm", account="a", voucher="a", consent=Consent(), arm=Arm.CONTROL, release=0,
+        propensity=1.0, opened=0,
+    )  # fmt: skip
     turn = ServedTurn(
         id=ulid(), session=session.id, sequence=0, kind=TurnKind.MAIN, release=0, manifest="", spans=(),
         prompt_tokens=1, sampled_tokens=1, blob=None, scrubbed={}, rules="", stop="stop", seconds=1.0, cluster="", at=0,

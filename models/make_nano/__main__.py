@@ -76,15 +76,18 @@ ROUNDS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="models.make_nano", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("packages", nargs="*", default=PACKAGES, help="NAME==VERSION, in place of nano's own")
     parser.add_argument("-o", "--output", type=Path, default=Path("outputs/nano"))
-    output: Path = parser.parse_args(arguments).output
+    parser.add_argument("--most", type=int, default=10**9, help="rows of a kind")
+    options = parser.parse_args(arguments)
+    output: Path = options.output
     packages = output / "packages"
     packages.mkdir(parents=True, exist_ok=True)
-    found = collect_functions(PACKAGES, HELD_OUT, EVALUATION, packages, per_package=PER_PACKAGE, seed=SEED)
+    found = collect_functions(options.packages, HELD_OUT, EVALUATION, packages, per_package=PER_PACKAGE, seed=SEED)
     (output / "corpus.json").write_text(json.dumps(found.report, indent=1), encoding="utf-8")
-    folders = [str(packages / requirement.replace("==", "-")) for requirement in PACKAGES]
+    folders = [str(packages / requirement.replace("==", "-")) for requirement in options.packages]
     (output / "documents.toml").write_text(f"[documents]\nrepositories = {json.dumps(folders)}\n", encoding="utf-8")
-    make(found.train, found.evaluation, output)
+    make(found.train, found.evaluation, output, most=options.most)
 
 
 def make(

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks import own_code
 
-from etude.corpus import OPERATOR_WEIGHTS, build, encode_chat
-from etude.corpus.chats import chat_of
-from etude.corpus.dialect import encode
-from etude.corpus.filters import FunctionText
 from etude.models.loading import load_model
-from etude.renderers import load_tokenizer, renderer_for
-from etude.trainer.finetune.config import ShapesConfig
 from tests.corpus.documents import sources
 from tests.corpus.documents.test_suites import dataset, definition
 
@@ -56,7 +49,7 @@ def test_losses_are_those_of_the_model_and_copies_those_of_edit_calls(tmp_path):
     assert result["one"]["copied"] == []
     assert len(result["two"]["copied"]) == 1
     model = load_model(NANO, dtype=torch.bfloat16)
-    (document,) = [one for one in own_code.documents(NANO, 1, [file], 10) if one.id == "one"]
+    (document,) = [one for one in own_code.documents(NANO, [file], 10) if one.id == "one"]
     ids = torch.from_numpy(document.tokens[0].astype("int64"))
     with torch.inference_mode():
         whole = model(input_ids=ids[None], labels=ids[None])
@@ -88,24 +81,3 @@ def test_general_texts_are_divided(tmp_path):
     assert "numpy.md" in train | held_out
     assert not train & held_out
     assert len(train) > 2 * len(held_out) > 10
-
-
-def test_replayed_episodes_are_the_tokens_that_the_model_was_trained_on(monkeypatch):
-    source = """def keep(items, least, most):
-    kept = []
-    for index, item in enumerate(items):
-        if not item or index + 1 > most:
-            continue
-        if least <= item and item != most - index:
-            kept.append(item + index * 2)
-    return kept or None"""
-    functions = (FunctionText("p", "p/a.py", "keep", source, source),) * 30  # some draws give none
-    monkeypatch.setattr(build, "build_corpus", lambda *_, **__: build.Corpus(functions, (), {}))
-    shapes, renderer = ShapesConfig().model_dump(), renderer_for(NANO, tools=False)
-    documents = build.repair_documents(functions, shapes, OPERATOR_WEIGHTS, random.Random(1))
-    made = list(own_code.repairs([], 40))
-    assert len(made) == 40
-    for document, row in zip(documents, made, strict=False):
-        if any(message.get("weight", 1) for message in row["messages"] if message["role"] == "assistant"):
-            ((ids, _),) = encode(load_tokenizer(NANO), [document])
-            assert encode_chat(chat_of("x", row), renderer)[0].tolist() == ids.tolist()

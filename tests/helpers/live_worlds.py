@@ -91,8 +91,8 @@ class World:
         counts = {"requests": 4, "edits": 2, "labelled": 2, "applied": 2}
         rows = [
             {
-                "release": numbers[arm], "arm": arm, "account": f"{arm}{number}", "slot": at, "name": name, "tenant": "acme",
-                "count": n, "total": n,
+                "release": numbers[arm], "arm": arm, "account": f"{arm}{number}", "slot": at, "name": name,
+                "tenant": "acme", "count": n, "total": n,
             }
             for arm in ("control", "canary") for number in range(60) for at in (first, first + 1)
             for name, n in (counts | ({"undone": undone} if arm == "canary" else {})).items()

@@ -175,11 +175,19 @@ def test_a_version_is_gated_again_beside_another_release(small: World, plays: Pl
     small.ask(6)
     assert done(small, 3) == ["cut", "train", "gate"]
     assert leg_of(small.site).kind is LegKind.RELEASE
-    event = {"sequence": 0, "stage": "released", "share": 1.0, "reason": "", "decided_by": "ada", "at": small.now(), "better": False}
+    event = {
+        "sequence": 0,
+        "stage": "released",
+        "share": 1.0,
+        "reason": "",
+        "decided_by": "ada",
+        "at": small.now(),
+        "better": False,
+    }
     with small.loop.log.begin() as connection:
         row = connection.execute(sa.select(schema.releases)).mappings().first()
         connection.execute(sa.insert(schema.releases), [dict(row) | {"number": 3, "parent": 1}])
-        connection.execute(sa.insert(schema.release_events), [{"release": 3, **event}])
+        connection.execute(sa.insert(schema.release_events), [{"release": 3, "at": small.now(), **event}])
     assert done(small, 3) == ["gate", "release", "watch"]
 
 

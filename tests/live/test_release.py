@@ -24,7 +24,7 @@ from etude.config.live import LiveConfig
 from etude.errors import UserError
 from etude.live.log import schema
 from etude.live.log.records import Arm, ReleaseStage
-from etude.live.release import operations, releases
+from etude.live.release import operations, overview, releases
 from etude.store import open_store
 from etude.weights.manifest import read_manifest
 from tests.helpers.followers import Follower, Site, site
@@ -185,7 +185,7 @@ def test_a_cluster_that_does_not_follow_is_named_drained_and_comes_back(two: Sit
     east.stuck = True
     operations.start(two.site, new, 1)
     assert operations.tick(two.site).text == "release 2: the canary's servers of east do not serve it yet"
-    told = {(c["cluster"], c["arm"]): c for c in operations.status(two.site)["clusters"]}
+    told = {(c["cluster"], c["arm"]): c for c in overview.status(two.site)["clusters"]}
     assert told["east", "canary"]["lagging"] == [east.url]
     assert told["west", "canary"]["lagging"] == []
     monkeypatch.setattr(operations, "DEADLINE", 0.0)
@@ -242,7 +242,7 @@ def test_killed_anywhere_the_next_command_goes_on(two: Site, place: str) -> None
     command = [sys.executable, "-c", KILLED, json.dumps(two.options), new]
     killed = subprocess.run(command, env=os.environ | {"ETUDE_FAILPOINT": place}, timeout=120, check=False)
     assert killed.returncode == -signal.SIGKILL
-    operations.status(two.site)
+    overview.status(two.site)
     decided = "rolled_back" in stages(two)
     if not decided:
         operations.start(two.site, new, 1)
@@ -322,7 +322,7 @@ def test_a_rolled_back_window_names_its_turns_and_accounts(two: Site) -> None:
             connection.execute(sa.insert(schema.exits), [exit_])
     assert releases.taints(two.site.engine) == []
     operations.rollback(two.site, "a complaint", "ada")
-    (taint,) = operations.status(two.site)["tainted"]
+    (taint,) = overview.status(two.site)["tainted"]
     assert taint == {"release": 2, "window": 4, "turns": ("t0", "t1"), "accounts": ("a0", "a1")}
 
 
@@ -349,11 +349,11 @@ def test_the_status_shows_the_lift_since_the_anchor(tmp_path: Path, monkeypatch,
         anchored = operations.ReleaseSite(validate(LiveConfig, options, "test"), made.site.engine)
         operations.start(made.site, made.passed(FIRST, 0), 0)
         count(anchored, "control", range(60), time.time_ns() // slot - 1, edits=4, survived=0)  # before the release
-        assert operations.status(anchored)["lift"] is None, "the control is the anchor"
+        assert overview.status(anchored)["lift"] is None, "the control is the anchor"
         operations.start(anchored, made.passed(SECOND, 1, anchor=1), 1)
         (second,) = (s for s in anchored.read().states if s.release.number == 2)
         releases.append(anchored.engine, second, ReleaseStage.RELEASED, 1.0, "", "ada")
-        assert operations.status(anchored)["lift"] is None, "nobody has used it"
+        assert overview.status(anchored)["lift"] is None, "nobody has used it"
         now = -(-time.time_ns() // slot)
         count(anchored, "control", range(30), now, edits=4, survived=3)
         count(anchored, "control", range(30, 60), now + 1, edits=2, invalid_call=2, survived=1)

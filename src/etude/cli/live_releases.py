@@ -34,7 +34,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> None:
     """Prints what the configuration can show in what time, with the accounts of the last week. Raises UserError."""
-    from etude.live.release.operations import plan
+    from etude.live.release.overview import plan
 
     if arguments.base is not None and not 0 < arguments.base < 1:
         raise UserError(f"--base {arguments.base:g}: a share of edits lies between 0 and 1")
@@ -208,7 +208,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 def run_status(arguments: argparse.Namespace) -> None:
     """Prints the newest releases, the evidence on the release on trial, every cluster, and who reads follow-ups. Raises
     UserError."""
-    from etude.live.release.operations import status
+    from etude.live.release.overview import status
 
     with opened(arguments.config, make=True) as loop:
         state = status(loop.site)

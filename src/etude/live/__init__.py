@@ -16,5 +16,6 @@ PUBLIC = (
     "log.tenants",
     "observe",
     "release.operations",
+    "release.overview",
     "simulate.demo",
 )

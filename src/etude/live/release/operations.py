@@ -4,7 +4,6 @@
     watch      each tick: stores follow the rows, clusters that lag are drained, the canary decides
     rollback   a new release of an old content, in the rows first, then in every store
     drill      a timed rollback and return, on the canary's stores while no release is on trial
-    status     the state of releases, stores and servers
 
 A decision is a row first; stores and servers follow the row. Every operation can be killed at any time and repeated.
 """
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -29,20 +28,15 @@ from etude.errors import UserError
 from etude.evals import PastTest, level_of
 from etude.failpoints import failpoint
 from etude.live.log import accounts, journal, schema
-from etude.live.log.followups import reader_of, reading
 from etude.live.log.records import Arm, Release, ReleaseStage
 from etude.live.release import releases
 from etude.live.release.canary import CanaryDecision, CanaryTrial, TallyRow, Verdict, decide, tallies_of
-from etude.live.release.contrast import holdback_lift
 from etude.live.release.releases import ReleaseLog, ReleaseState, StoreTarget
 from etude.live.release.reports import read_report
 from etude.live.release.stores import COPIES, StoreState, bring, prepare, store_states
 from etude.records import PolicyVersion
 from etude.store import open_store
 from etude.weights import newest_manifest, read_manifest
-
-if TYPE_CHECKING:
-    from etude.live.release.forecast import Forecast
 
 DEADLINE = 60.0
 """Seconds in which a cluster's servers must serve a new target; later they get no requests."""
@@ -492,97 +486,3 @@ def _with(target: StoreTarget, release: Release) -> StoreTarget:
 
 
 # --- plan and status --------------------------------------------------------------------------------------------------
-
-
-def plan(site: ReleaseSite, base: float | None, power: float) -> Forecast:
-    """The forecast of what can be shown in what time. Raises UserError."""
-    from etude.live.release.forecast import forecast
-
-    return forecast(site.config, site.engine, bool(site.canary.holdback), base, power)
-
-
-def status(site: ReleaseSite) -> dict[str, Any]:
-    """The state of releases, stores and servers, as JSON."""
-    log = site.read()
-    stores = store_states(log.targets(site.config.clusters))
-    drained = releases.drained(site.engine)
-    now = journal.now()
-    trial = log.trial
-    decision = None
-    if trial is not None and trial.stage is ReleaseStage.CANARY:
-        decision = decision_of(site, trial, now)
-    return {
-        "current": log.current.release.number if log.current else None,
-        "trial": trial.release.number if trial else None,
-        "releases": [
-            {
-                **msgspec.to_builtins(state.release),
-                "stage": str(state.stage),
-                "share": state.share,
-                "events": msgspec.to_builtins(state.events),
-            }
-            for state in log.states[-20:]
-        ],
-        "decision": None if decision is None else _as_json(decision),
-        "lift": _lift_since_anchor(site, log, now),
-        "clusters": [
-            {
-                "cluster": store.target.cluster,
-                "arm": str(store.target.arm),
-                "store": store.target.store,
-                "release": store.target.release.number,
-                "version": store.version,
-                "error": store.error,
-                "servers": [
-                    {"url": s.url, "version": s.version, "digest": s.digest, "error": s.error} for s in store.servers
-                ],
-                "lagging": [server.url for server in store.lagging],
-                "lagging_seconds": (now - store.target.since) / 1e9 if store.lagging else 0.0,
-                "drained": bool((event := drained.get((store.target.cluster, store.target.arm))) and event.drained),
-            }
-            for store in stores
-        ],
-        "followups": reading(site.engine, Path(site.config.folder), reader_of(site.config.judge)),
-        "tainted": [msgspec.to_builtins(taint) for taint in releases.taints(site.engine)],
-    }
-
-
-def _lift_since_anchor(site: ReleaseSite, log: ReleaseLog, now: int) -> dict[str, Any] | None:
-    """The lift of the control over the holdback, which stays on the anchor, by matured outcomes since the first release
-    after the anchor, within the same days; None without a holdback, or with fewer than two accounts in an arm."""
-    current = log.current
-    if current is None or current.release.anchor is None or not site.canary.holdback:
-        return None
-    anchor = current.release.anchor
-    began = min(
-        event.at
-        for state in log.states
-        for event in state.events
-        if state.release.anchor == anchor and event.stage is ReleaseStage.RELEASED
-    )
-    slot, table = round(site.canary.slot_minutes * 60e9), schema.tallies
-    day = (table.c.slot // max(1, round(_DAY / slot))).label("day")
-    matured = (now - round(site.config.labels.delay_seconds * 1e9)) // slot
-    keys = (table.c.arm, table.c.account, day, table.c.name)
-    query = (
-        sa.select(*keys, sa.func.sum(table.c.count), sa.func.sum(table.c.total))
-        .group_by(*keys)
-        .where(
-            table.c.slot >= -(-began // slot),
-            table.c.slot < matured,
-            (table.c.arm == Arm.CONTROL) | ((table.c.arm == Arm.HOLDBACK) & (table.c.release == anchor)),
-            table.c.name.in_(["edits", "invalid_call", "survived"]),
-        )
-    )
-    with journal.reading(site.engine) as connection:
-        rows = [
-            TallyRow(arm, account, int(number), name, int(count), float(total))
-            for arm, account, number, name, count, total in connection.execute(query)
-        ]
-    lift = holdback_lift(tallies_of(rows))
-    return None if lift is None else {"anchor": anchor, "sentence": lift.sentence, **msgspec.to_builtins(lift)}
-
-
-def _as_json(decision: CanaryDecision) -> dict[str, Any]:
-    fields = msgspec.to_builtins(decision)
-    return fields | {"evidence": dict(sorted(decision.evidence.items(), key=lambda item: -item[1]))}
