@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from etude.corpus import (
 )
 from etude.corpus.streams import FileStretch, RowSource, SourceReader, StreamFile, changed, scan
 from etude.errors import UserError
-from etude.renderers import renderer_for
+from etude.renderers import read_json, renderer_for
 from etude.runfolder import write
 from etude.trainer.finetune.config import DataConfig, MidtrainConfig, SftConfig
 from etude.trainer.finetune.texts import TextEncoder
@@ -57,13 +57,14 @@ class StreamData:
         assert data is not None
         renderer = cache(partial(renderer_for, model.path, tools=False))
         if isinstance(config, SftConfig):
-            encoders, separator, look = RowEncoders(renderer, min_reward=data.min_reward), None, None
+            encoders, separator, look = RowEncoders(renderer), None, None
         else:
             words = TextEncoder(model.path)
             separator, look = words.separator, None
-            encoders = RowEncoders(renderer, words.text, _middle(words, data.fim), data.min_reward)
+            encoders = RowEncoders(renderer, words.text, _middle(words, data.fim))
             if data.fim == "tokens" and not words.has_middle:
                 look = partial(_refuse_middle, model.path)
+        encoders = replace(encoders, min_reward=data.min_reward, vocabulary=_vocabulary(model.path))
         sources = tuple(_sources(data, look))
         held_out = [*data.held_out, *_held_out_of(data)]
         tests = [RowSource(HELD_OUT, _stretches([path], HELD_OUT, look), shuffled=False) for path in held_out]
@@ -95,6 +96,12 @@ def keep_files(files: Sequence[StreamFile], path: Path) -> None:
     for name in sorted({*before, *now}):
         if name not in now or name not in before or now[name].digest != before[name].digest:
             raise UserError(changed(name))
+
+
+def _vocabulary(model: Path) -> int:
+    """The number of token ids of a model, which may be more than its tokenizer has."""
+    config = read_json(model / "config.json")
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 2**32
 
 
 def _sources(data: DataConfig, look: Callable[[bytes], None] | None) -> Iterable[RowSource]:
@@ -155,7 +162,7 @@ def _refuse_middle(model: Path, line: bytes) -> None:
         return
     try:
         row = msgspec.json.decode(line)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return
     if isinstance(row, dict) and middle_of(row) is not None:
         raise UserError(
