@@ -41,7 +41,7 @@ def read(model: Path, file: Path, lines: bytes) -> tuple[list[RowWindow], list[s
     windows: list[RowWindow] = []
     while (window := maker.window()) is not None:
         windows.append(msgspec.msgpack.decode(msgspec.msgpack.encode(window), type=RowWindow))
-    report = json.loads(msgspec.json.encode(reading._report(readers, [])))
+    report = json.loads(msgspec.json.encode(reading.report_of(readers, [])))
     return windows, [row["why"] for row in report["files"]["refused"]]
 
 

@@ -9,9 +9,11 @@ from itertools import chain
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 
 from etude.corpus import (
     Encoded,
+    FunctionText,
     LearnedRow,
     RowEncoders,
     chat_files,
@@ -30,10 +32,16 @@ HELD_OUT, FILES = "held_out", "files"
 _SAMPLE_TOKENS = 200_000  # of a source, from which its tokens are estimated
 
 
-def check(data: DataConfig | None) -> None:
-    """Raises UserError if a path of a user's files does not exist."""
+def check(config: MidtrainConfig | SftConfig) -> None:
+    """Raises UserError if a path of a user's files, or a folder of repositories, does not exist."""
+    data = config.data
     for path in () if data is None else (*data.files, *(source.path for source in data.sources), *data.held_out):
         chat_files(path)
+    if isinstance(config, SftConfig) and config.documents is not None:
+        for key in ("repositories", "held_out"):
+            for folder in getattr(config.documents, key):
+                if not folder.is_dir():
+                    raise UserError(f"documents.{key}: {folder} is not a folder")
 
 
 @dataclass(frozen=True)
@@ -171,15 +179,22 @@ def _refuse_middle(model: Path, line: bytes) -> None:
         )
 
 
-def first_rows(config: SftConfig, tokens: int) -> list[Encoded]:
-    """Rows of the data, of `tokens` tokens in all. Raises UserError if the data end before."""
-    (reader,) = StreamData.of(config).readers()
+def first_rows(readers: Sequence[SourceReader], tokens: int) -> list[Encoded]:
+    """Rows of all sources by their weights, of `tokens` tokens in all. Raises UserError if the data end before."""
     rows: list[Encoded] = []
-    while reader.cursor.taken < tokens:
-        if reader.ended:
-            raise UserError(f"data has {reader.cursor.taken:,} tokens, and {tokens:,} are needed: raise data.epochs")
+    while (taken := sum(reader.cursor.taken for reader in readers)) < tokens:
+        live = [reader for reader in readers if not reader.ended]
+        if not live:
+            raise UserError(f"data has {taken:,} tokens, and {tokens:,} are needed: raise its epochs")
+        reader = min(live, key=lambda reader: reader.cursor.taken / reader.source.weight)
         rows += [(one.ids, one.mask) for one in reader.documents()]
     return rows
+
+
+def repository_file(folder: Path, functions: Sequence[FunctionText]) -> StreamFile:
+    """A repository whose functions are learned from, to be kept among the files of a run."""
+    body = msgspec.json.encode([(one.path, one.name, one.source) for one in functions])
+    return StreamFile(str(folder), len(body), 0, blake3(body).hexdigest())
 
 
 @dataclass(frozen=True)
