@@ -120,7 +120,7 @@ def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resu
     def make() -> None:
         refuse(output, config, resume)
         runfolder.make(output)
-        (output / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
+        runfolder.write(output / "config.json", config.model_dump_json(indent=1).encode())
 
     world.only_first(make)
 

@@ -90,7 +90,8 @@ class RowReader:
                 raise RunFailed(f"the reader of the data gave no rows in {WAIT_SECONDS:.0f} seconds; resume the run")
             part = os.read(self._from, min(size - len(data), 2**20))
             if not part:
-                self._child.stop(_STOP_SECONDS)
+                if not self._child.ends(_STOP_SECONDS):
+                    self._child.stop(_STOP_SECONDS)
                 raise RunFailed(f"{self._child.end()}; resume the run")
             data += part
         return bytes(data)
