@@ -28,7 +28,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         record.write({"step": 1.0})
 
 
-def test_a_report_that_cannot_be_written_is_named_and_the_old_one_stays(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     report = tmp_path / "gone" / "data.json"
     with pytest.raises(UserError, match=r"data\.json cannot be written"):
         write_report(report, {})
