@@ -164,8 +164,8 @@ def config_changed(folder: Path) -> bool:
 @contextmanager
 def lock(folder: Path) -> Iterator[int]:
     """Holds the run for this process; gives the descriptor of the lock, for children that are to hold it as well.
-    Raises UserError if another process is running the run. Children of a controller that was killed end at once, and
-    are waited for."""
+    Raises UserError if another process is running the run, or the disk is full. Children of a controller that was
+    killed end at once, and are waited for."""
     deadline = time.monotonic() + ENDING_SECONDS
     with (folder / "lock").open("a+") as file:
         while True:
@@ -182,9 +182,11 @@ def lock(folder: Path) -> Iterator[int]:
                     why = f"processes of an earlier run still use {folder}; end them (`fuser {folder}/lock` names them)"
                     raise UserError(why) from None
             time.sleep(0.05)
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        try:
+            file.truncate(0)
+            os.write(file.fileno(), f"{os.getpid()}\n".encode())
+        except OSError as e:
+            raise UserError(f"{folder / 'lock'} cannot be written: {e.strerror}; check the disk") from None
         yield file.fileno()
 
 

@@ -33,7 +33,7 @@ from etude.models.key_values import configured
 from etude.renderers import renderer_for
 from etude.renderers.base import document_text
 from etude.trainer.finetune import document_masks, pretrain
-from etude.trainer.finetune.config import DocumentsConfig, NewModelConfig, OptimConfig, SftConfig
+from etude.trainer.finetune.config import DataConfig, DocumentsConfig, NewModelConfig, OptimConfig, SftConfig
 from etude.trainer.finetune.config import load as load_stage
 from etude.trainer.finetune.document_masks import (
     DocumentBatch,
@@ -310,13 +310,57 @@ def test_combinations_that_cannot_work_are_refused(tmp_path: Path) -> None:
             SftConfig.model_validate(values | wrong)
 
 
+def test_held_out_rows_beside_documents_are_refused(tmp_path: Path) -> None:
+    values = {"model": {"path": tmp_path}, "documents": {"repositories": [tmp_path], "share": 0.5}}
+    with pytest.raises(ValidationError, match=r"give documents\.held_out, not data\.held_out"):
+        SftConfig.model_validate(values | {"data": {"files": ["a.jsonl"], "held_out": ["b.jsonl"]}})
+
+
+def test_sources_beside_documents_are_mixed_recorded_and_may_not_change(
+    base: Path, repository: Path, tmp_path: Path
+) -> None:
+    chosen = config(base, 3_000, repository, share=0.5)
+    rows, more = repository.with_suffix(".jsonl"), tmp_path / "more.jsonl"
+    more.write_text("{}\n" + rows.read_text())
+    sources = [{"path": rows, "weight": 3, "epochs": 99}, {"path": more, "epochs": 99}]
+    values = {"data": DataConfig.model_validate({"sources": sources})}
+    chosen, run = chosen.model_copy(update=values), tmp_path / "run"
+    pretrain.sft(chosen, run, stop_after=1)
+    report = json.loads((run / "data.json").read_text())
+    assert [report[str(path)]["rows"] for path in (rows, more)] == [
+        40,
+        29,
+    ]  # a quarter of the tokens, and the first epoch
+    assert report[str(more)]["refused"][0]["row"] == "more.jsonl:1"
+    files = [one["path"] for one in json.loads((run / "files.json").read_text())]
+    assert files == [str(path) for path in (repository, rows, more)]
+    for path in (more, repository / "chunk.py"):
+        before = path.read_text()
+        path.write_text(before.replace("value", "other").replace("size", "most"))
+        with pytest.raises(UserError, match=f"{path if path == more else repository} has changed since the run began"):
+            pretrain.sft(chosen, run, resume=True)
+        path.write_text(before)
+    pretrain.sft(chosen, run, resume=True, stop_after=2)
+
+
+def test_repositories_with_too_little_code_are_named(base: Path, repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    with pytest.raises(UserError, match=r"documents\.repositories: no package has short functions in at least"):
+        pretrain.sft(config(base, 4_000, tmp_path / "small"), tmp_path / "run")
+    with pytest.raises(UserError, match=r"documents\.held_out: no package has"):
+        pretrain.sft(config(base, 600, repository, held_out=[tmp_path / "small"]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_missing_repositories_and_data_that_end_early_are_named(base: Path, repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"documents.held_out: .*nowhere is not a folder"):
+        pretrain.sft(config(base, 4_000, repository, held_out=[tmp_path / "nowhere"]), tmp_path / "run")
     with pytest.raises(UserError, match=r"documents.repositories: .*nowhere is not a folder"):
         pretrain.sft(config(base, 4_000, tmp_path / "nowhere"), tmp_path / "run")
     short = config(base, 40_000, repository, share=0.5)
     assert short.data is not None
     short = short.model_copy(update={"data": short.data.model_copy(update={"epochs": 1})})
-    with pytest.raises(UserError, match=r"and 20,000 are needed: raise data.epochs"):
+    with pytest.raises(UserError, match=r"and 20,000 are needed: raise its epochs"):
         pretrain.sft(short, tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
 

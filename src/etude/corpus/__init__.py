@@ -25,7 +25,6 @@ from etude.corpus.retrieval import (
     RetrievalSample,
     folder_functions,
     package_functions,
-    repository_functions,
     retrieval_samples,
 )
 from etude.corpus.sources import fetch_source

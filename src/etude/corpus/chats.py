@@ -16,6 +16,7 @@ or holds a likely secret is returned as a `RefusedRow` with the reason; no row i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from etude.code import secret_in_json
 from etude.corpus.packing import Encoded
 from etude.errors import UserError
 from etude.protocol.apis import RequestRefused, arranged, as_refusal, read, tools_of
-from etude.renderers import Message, Renderer, Tool
+from etude.renderers import Message, Renderer, Tool, escaped, printable, printable_json
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class RefusedRow:
 
 
 Row = LearnedRow | RefusedRow
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # an escape or bytes of one, perhaps of a whole pair
 
 
 def encode_chat(chat: Chat, renderer: Renderer) -> Encoded:
@@ -88,18 +90,21 @@ def encode_chat(chat: Chat, renderer: Renderer) -> Encoded:
 class RowEncoders:
     """The encoders of rows: conversations by the renderer; text, and the parts of fill-in-the-middle (prefix,
     suffix, middle), in mid-training alone. Trajectories with a reward below `min_reward`, or without a reward, are
-    refused."""
+    refused, and those with token ids from `vocabulary` on."""
 
     renderer: Callable[[], Renderer]
     text: Callable[[str], Encoded] | None = None
     middle: Callable[[str, str, str], LearnedRow] | None = None
     min_reward: float | None = None
+    vocabulary: int = 2**32
 
 
-def read_row(name: str, source: str | bytes, encoders: RowEncoders) -> Iterator[Row]:
+def read_row(name: str, source: bytes, encoders: RowEncoders) -> Iterator[Row]:
     """The rows of one JSON text, several of a trajectory. Raises any UserError of the encoders."""
     try:
-        row = json.loads(source)
+        row: Any = json.loads(source)
+        if _SURROGATE.search(source):  # texts are encoded; ids, names and keys are written to files
+            row = printable_json(row)
     except (ValueError, RecursionError) as e:
         yield RefusedRow(name, f"not JSON: {e}")
         return
@@ -110,6 +115,8 @@ def read_row(name: str, source: str | bytes, encoders: RowEncoders) -> Iterator[
         with as_refusal():
             names = {key: value for key in ("id", "source") if isinstance(row, dict) and (value := _named(row, key))}
             for one in _rows_of(name, row, encoders):
+                if isinstance(one, LearnedRow) and not one.tokens[1].any():
+                    one = RefusedRow(one.name, "there is no token to learn in it")
                 yield replace(one, **names) if isinstance(one, LearnedRow) else one
     except RequestRefused as e:
         yield RefusedRow(name, str(e))
@@ -127,15 +134,24 @@ def is_corpus(path: Path) -> bool:
 
 def chat_files(path: Path, part: str = "train") -> list[Path]:
     """The file, or the .json and .jsonl files below a folder, sorted; of a corpus folder those of a part. Raises
-    UserError if there is none."""
+    UserError if there is none, or for a folder around a corpus, whose held-out rows would be among the others, or
+    around one that is being built."""
     if is_corpus(path):
         files = sorted((path / part).rglob("*.jsonl"))
     elif path.is_dir():
         files = sorted(file for kind in ("*.json", "*.jsonl") for file in path.rglob(kind))
+        for file in files:
+            if file.name == "corpus.json" and (file.parent / "train").is_dir():
+                raise UserError(f"data: {path} holds the corpus {file.parent}: name the corpus folder itself")
+            if file.name == "plan.json" and file.parent.suffix == ".building":
+                raise UserError(f"data: {file.parent} is a corpus that is being built: wait for its end")
     else:
         files = [path] if path.is_file() else []
     if not files:
-        raise UserError(f"data.files: {path} is neither a file nor a folder with .json or .jsonl files")
+        raise UserError(f"data: {path} is neither a file nor a folder with .json or .jsonl files")
+    for file in files:
+        if printable(str(file)) != str(file):
+            raise UserError(f"data: the name of {escaped(str(file))} is no text (UTF-8): rename the file")
     return files
 
 
@@ -143,12 +159,16 @@ def _rows_of(name: str, row: Any, encoders: RowEncoders) -> Iterator[Row]:
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     if "steps" in row:
-        yield from _trajectory(name, row, encoders.renderer(), encoders.min_reward)
+        yield from _trajectory(name, row, encoders)
     elif "messages" in row:
         yield LearnedRow(name, encode_chat(chat_of(name, row), encoders.renderer()))
     elif encoders.text is not None and isinstance(row.get("text"), str):
+        if not row["text"]:
+            raise ValueError("its `text` is empty")
         yield LearnedRow(name, encoders.text(row["text"]))
     elif encoders.middle is not None and (parts := middle_of(row)) is not None:
+        if not any(parts):
+            raise ValueError("its `prefix`, `suffix` and `middle` are empty")
         yield replace(encoders.middle(*parts), name=name)
     else:
         known = "`messages` (OpenAI's format) or `steps` (ATIF)"
@@ -178,9 +198,10 @@ def chat_of(name: str, row: Mapping[str, Any]) -> Chat:
     return Chat(name, arranged(messages), tools_of(row))
 
 
-def _trajectory(name: str, document: Mapping[str, Any], renderer: Renderer, min_reward: float | None) -> Iterator[Row]:
+def _trajectory(name: str, document: Mapping[str, Any], encoders: RowEncoders) -> Iterator[Row]:
     """The rows of an ATIF trajectory. Trajectories of `etude export` are read by their token ids, others as one
     conversation."""
+    renderer, min_reward = encoders.renderer(), encoders.min_reward
     if not str(document.get("schema_version", "")).startswith("ATIF-"):
         raise ValueError('`steps` without a schema_version "ATIF-...": not a trajectory')
     extra = document.get("extra") or {}
@@ -193,10 +214,10 @@ def _trajectory(name: str, document: Mapping[str, Any], renderer: Renderer, min_
     elif extra["renderer"] != renderer.digest:
         raise ValueError("its prompts are the tokens of another tokenizer or chat template than this model's")
     else:
-        yield from _segments(name, document["steps"])
+        yield from _segments(name, document["steps"], encoders.vocabulary)
 
 
-def _segments(name: str, steps: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
+def _segments(name: str, steps: Sequence[Mapping[str, Any]], vocabulary: int) -> Iterator[Row]:
     """A row for each segment of an exported episode, with the tokens of the episode."""
     segments: list[tuple[list[int], list[int]]] = []
     for step in steps:
@@ -206,11 +227,16 @@ def _segments(name: str, steps: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         if metrics is None:
             yield RefusedRow(f"{name}, step {number}", "a turn beside the conversation, whose prompt is not recorded")
             continue
-        if "prompt_token_ids" in metrics:
+        begins = "prompt_token_ids" in metrics
+        seen = _ids(metrics["prompt_token_ids"] if begins else metrics["extra"]["added_token_ids"], vocabulary)
+        sampled = _ids(metrics["completion_token_ids"], vocabulary)
+        if begins:
+            if not seen:
+                raise ValueError(f"step {number} has an empty prompt")
             segments.append(([], []))
+        if not segments:
+            raise ValueError(f"step {number} goes on from a prompt that is not there")
         ids, mask = segments[-1]
-        seen = metrics["prompt_token_ids"] if "prompt_token_ids" in metrics else metrics["extra"]["added_token_ids"]
-        sampled = metrics["completion_token_ids"]
         ids += [*seen, *sampled]
         mask += [0] * len(seen) + [1] * len(sampled)
     if not segments:
@@ -218,6 +244,13 @@ def _segments(name: str, steps: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
     for number, (ids, mask) in enumerate(segments, 1):
         one = name if len(segments) == 1 else f"{name}, segment {number}"
         yield LearnedRow(one, (np.array(ids, dtype=np.uint32), np.array(mask, dtype=np.uint8)))
+
+
+def _ids(values: Any, vocabulary: int) -> list[int]:
+    """Token ids as an episode recorded them. Raises ValueError for anything else."""
+    if not isinstance(values, list) or any(type(one) is not int or not 0 <= one < vocabulary for one in values):
+        raise ValueError(f"its token ids are no lists of numbers below {vocabulary:,}, the model's vocabulary")
+    return values
 
 
 def _messages(document: Mapping[str, Any]) -> Iterator[Message]:

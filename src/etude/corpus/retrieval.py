@@ -24,7 +24,6 @@ from pathlib import Path
 from etude.code import parse
 from etude.corpus.filters import FunctionText, function_texts, keep_function, kept_files
 from etude.corpus.sources import PackageSource
-from etude.errors import UserError
 
 RETRIEVAL_KINDS: Mapping[str, float] = {"signature": 0.35, "opening": 0.25, "call": 0.2, "file": 0.2}
 NAMESAKE = "namesake"  # the only kind of question about symbols that several documents define
@@ -201,14 +200,6 @@ def folder_functions(folder: Path) -> list[FunctionText]:
 def package_functions(source: PackageSource) -> list[FunctionText]:
     """The functions of a package that pass the filters."""
     return [function for file in kept_files(source) for function in function_texts(file) if keep_function(function)]
-
-
-def repository_functions(folders: Sequence[Path]) -> list[FunctionText]:
-    """The functions of several repositories. Raises UserError for a folder that does not exist."""
-    for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"documents.repositories: {folder} is not a folder")
-    return [function for folder in folders for function in folder_functions(folder)]
 
 
 def _askable(function: FunctionText, chars: int) -> bool:

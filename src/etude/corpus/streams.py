@@ -18,9 +18,11 @@ from blake3 import blake3
 
 from etude.corpus.chats import LearnedRow, RefusedRow, RowEncoders, read_row
 from etude.errors import UserError
+from etude.renderers import one_line
 
 STRETCH_BYTES = 2**18
 _NAMED = 1000  # refused rows of a source that are named; all are counted
+_REASON = 500  # characters of a reason, which may quote the row
 
 
 class StreamFile(msgspec.Struct, frozen=True):
@@ -82,7 +84,7 @@ def source_of(line: bytes) -> str:
     """The `source` name of a row; "" without one."""
     try:
         return _SOURCE.decode(line).source
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return ""
 
 
@@ -202,7 +204,7 @@ class SourceReader:
         if isinstance(row, RefusedRow):
             at.refused += 1
             if len(self.named) < _NAMED:
-                self.named.append(row)
+                self.named.append(RefusedRow(row.name, one_line(row.why, _REASON)))
             return
         at.rows += 1
         at.tokens += len(documents[-1].ids)

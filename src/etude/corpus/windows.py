@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from etude import runfolder
 from etude.corpus.packing import Encoded, Rows, pack_pieces
 from etude.corpus.streams import Cursor, SourceReader, StreamDocument
 from etude.errors import UserError
-from etude.store import write_durably
 
 DOCUMENTS = 2048
 _ROWS = 128  # a window's last row may be half empty: of so many rows that is less than 0.4 %
@@ -191,5 +191,5 @@ class SourceReport(msgspec.Struct):
 
 
 def write_report(path: Path, parts: dict[str, SourceReport]) -> None:
-    """Writes the report of all sources, by their labels."""
-    write_durably(path, msgspec.json.format(msgspec.json.encode(parts), indent=1))
+    """Writes the report of all sources, by their labels. Raises UserError if the disk is full."""
+    runfolder.write(path, msgspec.json.format(msgspec.json.encode(parts), indent=1))

@@ -33,6 +33,7 @@ from etude.renderers.base import (
 from etude.renderers.chat import ChatRenderer
 from etude.renderers.compact import CompactRenderer, is_compact
 from etude.renderers.dialects import DIALECTS
+from etude.renderers.middle import middle_prompt, tokens_before
 from etude.renderers.notes import note_place
 from etude.renderers.schemas import COMPACT_PARAMETERS, SCHEMAS, named
 from etude.renderers.template import ChatTemplate, load_template, read_json, template_source, with_chat_template

@@ -76,7 +76,7 @@ class Completions:
         ids = await self._model.encode(prompt, whole) if isinstance(prompt, str) else prompt
         if body.suffix:
             self._model.check_characters(len(body.suffix))
-            ids = self._model.fill_in(ids, body.suffix)
+            ids = self._model.fill_in(ids, body.suffix, body.add_special_tokens is not False)
         text = ""
         if body.echo:
             _check_ids(ids, self._model.engine.vocab_size)

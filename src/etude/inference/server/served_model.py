@@ -22,14 +22,7 @@ from etude.inference.server.fast_apply import Applier
 from etude.inference.server.grammars import Grammars
 from etude.inference.server.http import check_room
 from etude.protocol import Refusal
-from etude.renderers import LONGEST_TOKEN, Renderer, read_json, renderer_for, say_dropped
-
-# The tokens that introduce prefix, suffix and middle.
-_FIM = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
-)
+from etude.renderers import LONGEST_TOKEN, Renderer, middle_prompt, read_json, renderer_for, say_dropped
 
 
 class ServedModel:
@@ -89,13 +82,14 @@ class ServedModel:
         tokenizer = self.tokenizer
         return await asyncio.to_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def fill_in(self, prefix: Sequence[int], suffix: str) -> list[int]:
-        """The prompt for the text between a prefix and a suffix. Raises Refusal for a model without tokens for this."""
-        for names in _FIM:
-            ids = [i for i in map(self.tokenizer.token_to_id, names) if i is not None]
-            if len(ids) == len(names):
-                return [ids[0], *prefix, ids[1], *self.applier.encoder.encode(suffix), ids[2]]
-        raise invalid("the model has no tokens to fill in the middle with: leave suffix out", "suffix")
+    def fill_in(self, prefix: Sequence[int], suffix: str, add_special_tokens: bool = True) -> list[int]:
+        """The prompt for the text between a prefix and a suffix, behind the tokens that the tokenizer may add. Raises
+        Refusal for a model without tokens for this."""
+        prompt = middle_prompt(self.tokenizer)
+        if prompt is None:
+            raise invalid("the model has no tokens to fill in the middle with: leave suffix out", "suffix")
+        before = prompt.before if add_special_tokens else ()
+        return [*before, *prompt.ids(prefix, self.applier.encoder.encode(suffix))]
 
     def bad_words(self, body: Body) -> tuple[tuple[int, ...], ...]:
         """The ids of the excluded words, both at the start of a text and within it."""

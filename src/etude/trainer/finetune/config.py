@@ -271,6 +271,8 @@ class SftConfig(_Stage):
             raise ValueError("prompts with documents have no teacher: drop distill")
         if (self.documents.share < 1) != (self.data is not None):
             raise ValueError("data is for the tokens without documents: give it with documents.share below 1")
+        if self.data is not None and self.data.held_out:
+            raise ValueError("held-out prompts are measured, and no rows: give documents.held_out, not data.held_out")
         return self
 
 

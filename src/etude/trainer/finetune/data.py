@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 
 from etude.corpus import (
     Encoded,
+    FunctionText,
     LearnedRow,
     RowEncoders,
     chat_files,
@@ -20,7 +22,7 @@ from etude.corpus import (
 )
 from etude.corpus.streams import FileStretch, RowSource, SourceReader, StreamFile, changed, scan
 from etude.errors import UserError
-from etude.renderers import renderer_for
+from etude.renderers import read_json, renderer_for
 from etude.runfolder import write
 from etude.trainer.finetune.config import DataConfig, MidtrainConfig, SftConfig
 from etude.trainer.finetune.texts import TextEncoder
@@ -30,10 +32,16 @@ HELD_OUT, FILES = "held_out", "files"
 _SAMPLE_TOKENS = 200_000  # of a source, from which its tokens are estimated
 
 
-def check(data: DataConfig | None) -> None:
-    """Raises UserError if a path of a user's files does not exist."""
+def check(config: MidtrainConfig | SftConfig) -> None:
+    """Raises UserError if a path of a user's files, or a folder of repositories, does not exist."""
+    data = config.data
     for path in () if data is None else (*data.files, *(source.path for source in data.sources), *data.held_out):
         chat_files(path)
+    if isinstance(config, SftConfig) and config.documents is not None:
+        for key in ("repositories", "held_out"):
+            for folder in getattr(config.documents, key):
+                if not folder.is_dir():
+                    raise UserError(f"documents.{key}: {folder} is not a folder")
 
 
 @dataclass(frozen=True)
@@ -57,13 +65,14 @@ class StreamData:
         assert data is not None
         renderer = cache(partial(renderer_for, model.path, tools=False))
         if isinstance(config, SftConfig):
-            encoders, separator, look = RowEncoders(renderer, min_reward=data.min_reward), None, None
+            encoders, separator, look = RowEncoders(renderer), None, None
         else:
             words = TextEncoder(model.path)
             separator, look = words.separator, None
-            encoders = RowEncoders(renderer, words.text, _middle(words, data.fim), data.min_reward)
+            encoders = RowEncoders(renderer, words.text, _middle(words, data.fim))
             if data.fim == "tokens" and not words.has_middle:
                 look = partial(_refuse_middle, model.path)
+        encoders = replace(encoders, min_reward=data.min_reward, vocabulary=_vocabulary(model.path))
         sources = tuple(_sources(data, look))
         held_out = [*data.held_out, *_held_out_of(data)]
         tests = [RowSource(HELD_OUT, _stretches([path], HELD_OUT, look), shuffled=False) for path in held_out]
@@ -95,6 +104,12 @@ def keep_files(files: Sequence[StreamFile], path: Path) -> None:
     for name in sorted({*before, *now}):
         if name not in now or name not in before or now[name].digest != before[name].digest:
             raise UserError(changed(name))
+
+
+def _vocabulary(model: Path) -> int:
+    """The number of token ids of a model, which may be more than its tokenizer has."""
+    config = read_json(model / "config.json")
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 2**32
 
 
 def _sources(data: DataConfig, look: Callable[[bytes], None] | None) -> Iterable[RowSource]:
@@ -155,7 +170,7 @@ def _refuse_middle(model: Path, line: bytes) -> None:
         return
     try:
         row = msgspec.json.decode(line)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return
     if isinstance(row, dict) and middle_of(row) is not None:
         raise UserError(
@@ -164,15 +179,22 @@ def _refuse_middle(model: Path, line: bytes) -> None:
         )
 
 
-def first_rows(config: SftConfig, tokens: int) -> list[Encoded]:
-    """Rows of the data, of `tokens` tokens in all. Raises UserError if the data end before."""
-    (reader,) = StreamData.of(config).readers()
+def first_rows(readers: Sequence[SourceReader], tokens: int) -> list[Encoded]:
+    """Rows of all sources by their weights, of `tokens` tokens in all. Raises UserError if the data end before."""
     rows: list[Encoded] = []
-    while reader.cursor.taken < tokens:
-        if reader.ended:
-            raise UserError(f"data has {reader.cursor.taken:,} tokens, and {tokens:,} are needed: raise data.epochs")
+    while (taken := sum(reader.cursor.taken for reader in readers)) < tokens:
+        live = [reader for reader in readers if not reader.ended]
+        if not live:
+            raise UserError(f"data has {taken:,} tokens, and {tokens:,} are needed: raise its epochs")
+        reader = min(live, key=lambda reader: reader.cursor.taken / reader.source.weight)
         rows += [(one.ids, one.mask) for one in reader.documents()]
     return rows
+
+
+def repository_file(folder: Path, functions: Sequence[FunctionText]) -> StreamFile:
+    """A repository whose functions are learned from, to be kept among the files of a run."""
+    body = msgspec.json.encode([(one.path, one.name, one.source) for one in functions])
+    return StreamFile(str(folder), len(body), 0, blake3(body).hexdigest())
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,13 @@ from etude import runfolder
 from etude.corpus import (
     SPECIAL_IDS,
     Rows,
+    folder_functions,
     load_rows,
-    repository_functions,
     retrieval_samples,
     save_rows,
 )
+from etude.corpus.streams import StreamFile
+from etude.corpus.windows import SourceReport, write_report
 from etude.errors import UserError
 from etude.models import check_device
 from etude.renderers import Renderer, renderer_for, say_dropped
@@ -39,6 +41,7 @@ from etude.trainer.finetune.config import (
     OptimConfig,
     SftConfig,
 )
+from etude.trainer.finetune.reading import FILE_LIST, REPORT, report_of
 from etude.trainer.finetune.streamed import StreamedRows
 from etude.trainer.finetune.training_loop import FixedSteps, Show, StageRun, TrainingWork, fit
 from etude.trainer.sharding import load_sharded
@@ -117,7 +120,7 @@ def prepare(output: Path, config: MidtrainConfig | SftConfig | ApplyConfig, resu
     def make() -> None:
         refuse(output, config, resume)
         runfolder.make(output)
-        (output / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
+        runfolder.write(output / "config.json", config.model_dump_json(indent=1).encode())
 
     world.only_first(make)
 
@@ -164,7 +167,7 @@ def midtrain(
     continues from the saved state; `stop_after` ends after that many steps in all. Raises UserError."""
     optim, source = config.trainer, config.model.path
     refuse(output, config, resume)
-    data.check(config.data)
+    data.check(config)
     world = World.join(optim.mesh, optim.device, optim.collective_seconds)
     model = folder.load(source, optim, world)
     kind, pad = folder.packing_of(model, optim.packing), folder.pad_of(model)
@@ -184,7 +187,7 @@ def sft(
     optim, source = config.trainer, config.model.path
     refuse(output, config, resume)
     folder.check(source)
-    data.check(config.data)
+    data.check(config)
     if config.distill is not None:
         distillation.check_tokenizers([source, config.distill.teacher])
     renderer = renderer_for(source, tools=False)  # raises for a wrong template before anything is written
@@ -201,8 +204,11 @@ def sft(
     if config.documents is not None:
         if kind != "isolated":
             raise UserError(f'{source} cannot be trained on documents: trainer.packing is "{kind}", not "isolated"')
-        work = _document_work(model, config, config.documents, renderer)
+        work, files, report = _document_work(model, config, config.documents, renderer)
         prepare(output, config, resume, world)
+        data.keep_files(files, output / FILE_LIST)
+        if report is not None:
+            write_report(output / REPORT, report)
         fit(model, work, optim, run)
         return output / "checkpoint"
     prepare(output, config, resume, world)
@@ -217,23 +223,37 @@ def _document_work(
     config: SftConfig,
     chosen: DocumentsConfig,
     renderer: Renderer,
-) -> TrainingWork:
-    """Samples of cross-file retrieval, and for the share of tokens without documents, rows of the data."""
+) -> tuple[TrainingWork, list[StreamFile], dict[str, SourceReport] | None]:
+    """Samples of cross-file retrieval, and for the share of tokens without documents, rows of the data; also the
+    repositories and files, and the report of the data. Raises UserError for too few functions or rows."""
     optim, options, seed = config.trainer, chosen.options(), chosen.seed
     length, tokens = optim.batch * optim.length, optim.made_tokens
-    wanted, held_out = int(chosen.share * tokens), repository_functions(chosen.held_out)
-    train = repository_functions(chosen.repositories)
-    samples = document_masks.take(retrieval_samples(train, options, seed), renderer, wanted, length)
-    if wanted < tokens:
-        samples += [document_masks.DocumentSample((), (row,)) for row in data.first_rows(config, tokens - wanted)]
+    code = {folder: folder_functions(folder) for folder in (*chosen.repositories, *chosen.held_out)}
+    files = [data.repository_file(folder, functions) for folder, functions in code.items()]
+    wanted, report = int(chosen.share * tokens), None
+
+    def samples_of(key: str, seed: int, wanted: int) -> list[document_masks.DocumentSample]:
+        functions = [function for folder in getattr(chosen, key) for function in code[folder]]
+        try:
+            return document_masks.take(retrieval_samples(functions, options, seed), renderer, wanted, length)
+        except ValueError as e:
+            raise UserError(f"documents.{key}: {e}") from None
+
+    samples = samples_of("repositories", seed, wanted)
+    if config.data is not None:
+        stream = data.StreamData.of(config)
+        readers, files = stream.readers(), [*files, *stream.files]
+        samples += [document_masks.DocumentSample((), (row,)) for row in data.first_rows(readers, tokens - wanted)]
+        report = report_of(readers, ())
     batches = document_masks.DocumentBatches.of(samples, length, chosen.own, seed, folder.pad_of(model))
     log.info("%d samples in %d rows of %d tokens", len(samples), len(batches), length)
     tests: list[document_masks.DocumentSample] = []
-    if held_out:
-        tests = document_masks.take(retrieval_samples(held_out, options, 7), renderer, HELD_OUT_TOKENS, length)
+    if chosen.held_out:
+        tests = samples_of("held_out", 7, HELD_OUT_TOKENS)
 
     def evaluate() -> dict[str, float]:
         figures = {own: document_masks.measure(model, tests, own == "own", length) for own in ("full", "own") if tests}
         return {f"eval/{own}/{name}": value for own, row in figures.items() for name, value in row.items()}
 
-    return TrainingWork(FixedSteps(batches), length, document_masks.loss_function(model, chosen.kl), evaluate)
+    work = TrainingWork(FixedSteps(batches), length, document_masks.loss_function(model, chosen.kl), evaluate)
+    return work, files, report

@@ -90,7 +90,8 @@ class RowReader:
                 raise RunFailed(f"the reader of the data gave no rows in {WAIT_SECONDS:.0f} seconds; resume the run")
             part = os.read(self._from, min(size - len(data), 2**20))
             if not part:
-                self._child.stop(_STOP_SECONDS)
+                if not self._child.ends(_STOP_SECONDS):
+                    self._child.stop(_STOP_SECONDS)
                 raise RunFailed(f"{self._child.end()}; resume the run")
             data += part
         return bytes(data)
@@ -143,7 +144,7 @@ def _read_all(output: Path, pad: int, place: StreamPlace, send: Callable[[Frame]
         try:
             window = maker.window()
         finally:  # the report says why there is no row
-            write_report(output / REPORT, _report(readers, tests))
+            write_report(output / REPORT, report_of(readers, tests))
         if window is None:
             break
         if (now := sum(len(reader.named) for reader in readers)) > named:
@@ -166,7 +167,8 @@ def _key(reader: SourceReader) -> str:
     return reader.source.label.removeprefix("data.")
 
 
-def _report(readers: Sequence[SourceReader], tests: Sequence[SourceReader]) -> dict[str, SourceReport]:
+def report_of(readers: Sequence[SourceReader], tests: Sequence[SourceReader]) -> dict[str, SourceReport]:
+    """The rows of sources that were read, and of the held-out ones."""
     parts = {_key(reader): SourceReport.of(reader) for reader in readers}
     return parts | {data.HELD_OUT: SourceReport.sum(map(SourceReport.of, tests))}
 

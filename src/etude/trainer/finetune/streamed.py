@@ -79,7 +79,7 @@ class StreamedRows:
 
     def _forget(self) -> None:
         """Undoes the beginning of the run, but for the report."""
-        for name in ("config.json", FILE_LIST):
+        for name in (FILE_LIST, "config.json"):
             (self._output / name).unlink(missing_ok=True)
 
     def _shared(self) -> Frame:

@@ -9,16 +9,8 @@ from tokenizers import Tokenizer
 
 from etude.corpus import Encoded
 from etude.errors import UserError
-from etude.renderers import PlainEncoder, load_tokenizer, read_json
+from etude.renderers import PlainEncoder, load_tokenizer, middle_prompt, read_json, tokens_before
 
-FIM = (  # prefix, suffix, middle: Qwen and StarCoder 2; StarCoder; DeepSeek; GLM; Codestral and CodeLlama
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
-    ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),
-    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
-)
 _TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "</s>")
 
 
@@ -30,29 +22,23 @@ class TextEncoder:
         self._tokenizer = load_tokenizer(folder)
         self._plain = PlainEncoder(self._tokenizer)
         self.separator = _text_end(self._tokenizer, folder)
-        # Tokens that the tokenizer puts before a text.
-        alone, begun = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
-        self._before = begun[: begun.index(alone[0])] if alone and alone[0] in begun else []
-        self._fim = next((ids for names in FIM if (ids := self._ids(names)) is not None), None)
+        self._before = tokens_before(self._tokenizer)
+        self._prompt = middle_prompt(self._tokenizer)
 
     @property
     def has_middle(self) -> bool:
         """Whether the tokenizer has tokens for fill-in-the-middle."""
-        return self._fim is not None
+        return self._prompt is not None
 
     def text(self, text: str) -> Encoded:
         """A text, as the tokenizer begins texts."""
         return _learned([*self._before, *self._plain.encode(text)])
 
     def middle(self, prefix: str, suffix: str, middle: str) -> Encoded:
-        """Prefix, suffix and middle in the tokenizer's own tokens for them; see `has_middle`."""
-        assert self._fim is not None
-        parts = zip(self._fim, (prefix, suffix, middle), strict=True)
-        return _learned([i for token, part in parts for i in (token, *self._plain.encode(part))])
-
-    def _ids(self, names: tuple[str, ...]) -> list[int] | None:
-        ids = [i for name in names if (i := self._tokenizer.token_to_id(name)) is not None]
-        return ids if len(ids) == len(names) else None
+        """Prefix, suffix and middle in the tokenizer's own tokens and order for them; see `has_middle`."""
+        assert self._prompt is not None
+        prompt = self._prompt.ids(self._plain.encode(prefix), self._plain.encode(suffix))
+        return _learned([*self._before, *prompt, *self._plain.encode(middle)])
 
 
 def _learned(ids: list[int]) -> Encoded:

@@ -294,7 +294,7 @@ class _TrainingRecord:
         self._path, self._tokens, self._show = path, tokens, show
         if path is not None and path.is_file():  # a killed run wrote lines of steps that are repeated now
             lines = lines_of(path.read_text(encoding="utf-8"), ends=True)
-            path.write_text("".join(line for line in lines if _step_of(line) <= steps), encoding="utf-8")
+            runfolder.write(path, "".join(line for line in lines if _step_of(line) <= steps).encode())
         self._started = time.monotonic() - elapsed
         self._saved = self._logged = time.monotonic()
         self._steps = steps  # at the last line
@@ -333,11 +333,14 @@ class _TrainingRecord:
             )
 
     def write(self, line: dict[str, float]) -> None:
-        """Appends a line to the metrics, and shows the held-out figures in it."""
+        """Appends a line to the metrics, and shows the held-out figures in it. Raises UserError if the disk is full."""
         if self._path is None:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as e:
+            raise UserError(f"{self._path} cannot be written: {e.strerror}; check the disk") from None
         measured = {name.replace("/", " "): value for name, value in line.items() if name.startswith("eval/")}
         if self._show is not None and measured:
             self._show(**measured)
