@@ -243,6 +243,7 @@ def _record(plan: DocumentPlan, drops: Drops, figures: Drops, parts: dict[str, i
             "secrets replaced",
             "definitions of suites cut",
             "without a parser",
+            "without a date",
         )
         rows.append(
             {
