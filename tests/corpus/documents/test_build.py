@@ -283,9 +283,15 @@ def test_the_command(shop, tmp_path, capsys, monkeypatch):
     assert end.value.code == 0
     assert "13 documents to train on and 0 held-out ones in corpus; see corpus/card.md" in capsys.readouterr().out
     for words, message in (
-        (["--hold-out-after", "June"], "hold_out_after"),
-        (["--hold-out-after", "2026-13-01"], "month"),
+        (["--hold-out-after", "June"], "'June': give a day as YYYY-MM-DD"),
+        (["--hold-out-after", "2026-13-01"], "'2026-13-01': give a day as YYYY-MM-DD"),
         (["--hold-out-after", "2026-01-01", "--hold-out-months", "2"], "exclude each other"),
+        (["--hold-out-after", "20260101"], "give a day as YYYY-MM-DD"),
+        (
+            ["--hold-out-after", "2030-01-01"],
+            "nothing that is left is newer than 2030-01-01T23:59:59Z: give an earlier",
+        ),
+        (["--hold-out-after", "2001-01-01"], "everything that is left is newer than 2001-01-01T23:59:59Z"),
         (["--fim", "2"], "fim"),
     ):
         with pytest.raises(SystemExit) as end:
