@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from etude.corpus.corpus_folder import corpus_parts
 from etude.corpus.streams import STRETCH_BYTES
 from etude.corpus.windows import RowWindow, StreamPlace, WindowMaker, held_out_documents
 from etude.errors import UserError
@@ -120,6 +121,11 @@ def test_a_row_holds_the_tokens_of_the_documents_that_its_trace_names(model: Pat
         assert of_document[f"tree-{number}"] in (whole, whole + 1)
 
 
+def record(corpus: Path) -> None:
+    parts, digest = corpus_parts(corpus)
+    (corpus / "corpus.json").write_text(json.dumps({"parts": parts, "digest": digest}))
+
+
 def mixture(tmp_path: Path) -> dict[str, Any]:
     corpus = tmp_path / "corpus"
     texts(corpus / "train" / "00000.jsonl", 1200, "own", 6, source="own")
@@ -130,7 +136,7 @@ def mixture(tmp_path: Path) -> dict[str, Any]:
     for number, file in enumerate(both):
         file.write_text("\n".join(lines[number::2]) + "\n")
     texts(corpus / "held_out" / "00000.jsonl", 9, "held", source="own")
-    (corpus / "corpus.json").write_text("{}")
+    record(corpus)
     other = texts(tmp_path / "other.jsonl", 700, "other", 6, source="other")
     weights = {"own": 3, "replay": 1}
     return {"sources": [{"path": corpus, "weight": 2, "weights": weights}, {"path": other, "weight": 1, "epochs": 9}]}
@@ -252,6 +258,37 @@ def test_wrong_sources_are_named(model: Path, tmp_path: Path) -> None:
             stream(model, wrong)
     [left] = stream(model, {"sources": [{"path": corpus, "weights": {"own": 1, "replay": 0}}]}).sources
     assert left.only == "own"
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "message"),
+    [
+        (
+            "train/00001.jsonl",
+            None,
+            "train has 1 files of the 2 in corpus.json: copy the folder anew or build it again",
+        ),
+        ("held_out/00000.jsonl", None, "held_out has 0 files of the 1 in corpus.json"),
+        ("train/sub/00002.jsonl", b"{}", "train has 3 files of the 2"),
+        ("train/00000.jsonl", b'{"text": "cut', "the files of .* are not those in its corpus.json: copy the folder"),
+        ("corpus.json", b'{"parts"', "is not the record of `etude corpus build`"),
+        ("corpus.json", b"{}", "is not the record of `etude corpus build`"),
+    ],
+)
+@pytest.mark.parametrize("key", ["files", "sources", "held_out"])
+def test_a_corpus_folder_that_is_not_whole_is_refused(
+    model: Path, tmp_path: Path, part: str, content: bytes | None, message: str, key: str
+) -> None:
+    files = mixture(tmp_path)
+    path = tmp_path / "corpus"
+    chosen = {"files": {"files": [path]}, "sources": files, "held_out": {**files, "held_out": [path]}}[key]
+    stream(model, chosen)
+    (path / part).unlink(missing_ok=True)
+    if content is not None:
+        (path / part).parent.mkdir(exist_ok=True)
+        (path / part).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        stream(model, chosen)
 
 
 def test_a_file_that_changes_while_it_is_read_is_named(model: Path, tmp_path: Path) -> None:

@@ -167,9 +167,7 @@ class DocumentBuildConfig(Section):
 
     seed: int = option(1, "seed of every draw")
     workers: int = option(2, "processes; any number gives the same bytes", ge=1)
-    hold_out_after: str | None = option(
-        None, "files whose last commit lies after this day (YYYY-MM-DD) are held out", pattern=r"^\d{4}-\d\d-\d\d$"
-    )
+    hold_out_after: str | None = option(None, "files whose last commit lies after this day (YYYY-MM-DD) are held out")
     hold_out_months: int | None = option(None, "the same for the last months before the newest commit", ge=1)
     fim: float = option(0.5, "share of the texts that are to be filled in the middle", ge=0, le=1)
     windows: float = option(0.2, "share of the code that is joined to windows in import order", ge=0, le=1)
@@ -181,5 +179,10 @@ class DocumentBuildConfig(Section):
         if self.hold_out_after is not None and self.hold_out_months is not None:
             raise ValueError("hold_out_after and hold_out_months exclude each other")
         if self.hold_out_after is not None:
-            datetime.date.fromisoformat(self.hold_out_after)
+            try:
+                day = datetime.date.fromisoformat(self.hold_out_after).isoformat()
+            except ValueError:
+                day = None
+            if day != self.hold_out_after:
+                raise ValueError(f"hold_out_after is {self.hold_out_after!r}: give a day as YYYY-MM-DD")
         return self

@@ -11,9 +11,9 @@ from etude.corpus.chats import (
     RowEncoders,
     chat_files,
     encode_chat,
-    is_corpus,
     middle_of,
 )
+from etude.corpus.corpus_folder import check_corpus, is_corpus
 from etude.corpus.dedup import bands_of
 from etude.corpus.dialect import SPECIAL_IDS
 from etude.corpus.filters import FunctionText

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from etude.code import secret_in_json
+from etude.corpus.corpus_folder import is_corpus
 from etude.corpus.packing import Encoded
 from etude.errors import UserError
 from etude.protocol.apis import RequestRefused, arranged, as_refusal, read, tools_of
@@ -125,11 +126,6 @@ def read_row(name: str, source: bytes, encoders: RowEncoders) -> Iterator[Row]:
 def _named(row: Mapping[str, Any], key: str) -> str:
     value = row.get(key)
     return value if isinstance(value, str) else ""
-
-
-def is_corpus(path: Path) -> bool:
-    """Whether the path is a corpus folder, with the parts train and held_out."""
-    return (path / "corpus.json").is_file()
 
 
 def chat_files(path: Path, part: str = "train") -> list[Path]:

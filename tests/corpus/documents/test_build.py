@@ -260,15 +260,18 @@ def test_conversations_keep_their_origin_and_are_held_out_by_date(shop, tmp_path
         }
         for n in (1, 5)
     ]
-    file = tmp_path / "sessions.jsonl"
+    file, undated = tmp_path / "sessions.jsonl", tmp_path / "log.jsonl"
+    undated.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello."}]}) + "\n")
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    made = build(tmp_path / "corpus", own=[shop], conversations=[file], hold_out_after="2026-03-01")
+    made = build(tmp_path / "corpus", own=[shop], conversations=[file, undated], hold_out_after="2026-03-01")
+    assert [source["without_a_date"] for source in made["sources"]] == [0, 0, 1]
+    assert "1 rows of log have no date, and are trained on." in (tmp_path / "corpus" / "card.md").read_text()
     for side, n in (("train", 1), ("held_out", 5)):
         (row,) = [row for row in rows(tmp_path / "corpus", side) if row["source"] == "sessions"]
         assert row["messages"] == lines[n // 4]["messages"]
         assert row["origin"]["path"] == f"session-{n}"
         assert row["origin"]["licence"] == "own code"
-    assert [source["kind"] for source in made["sources"]] == ["own", "conversations"]
+    assert [source["kind"] for source in made["sources"]] == ["own", "conversations", "conversations"]
     with pytest.raises(UserError, match="is no file of rows"):
         build(tmp_path / "other", conversations=[shop])
 
@@ -280,9 +283,15 @@ def test_the_command(shop, tmp_path, capsys, monkeypatch):
     assert end.value.code == 0
     assert "13 documents to train on and 0 held-out ones in corpus; see corpus/card.md" in capsys.readouterr().out
     for words, message in (
-        (["--hold-out-after", "June"], "hold_out_after"),
-        (["--hold-out-after", "2026-13-01"], "month"),
+        (["--hold-out-after", "June"], "'June': give a day as YYYY-MM-DD"),
+        (["--hold-out-after", "2026-13-01"], "'2026-13-01': give a day as YYYY-MM-DD"),
         (["--hold-out-after", "2026-01-01", "--hold-out-months", "2"], "exclude each other"),
+        (["--hold-out-after", "20260101"], "give a day as YYYY-MM-DD"),
+        (
+            ["--hold-out-after", "2030-01-01"],
+            "nothing that is left is newer than 2030-01-01T23:59:59Z: give an earlier",
+        ),
+        (["--hold-out-after", "2001-01-01"], "everything that is left is newer than 2001-01-01T23:59:59Z"),
         (["--fim", "2"], "fim"),
     ):
         with pytest.raises(SystemExit) as end:

@@ -218,6 +218,17 @@ def test_an_answer_that_was_cut_is_not_learned(tmp_path: Path, reason: str | Non
     assert sum(report.refused.values()) == 1
 
 
+@pytest.mark.parametrize(
+    ("made", "date"),
+    [({"created": 1790000000}, "2026-09-21"), ({"created_at": 1790000000.5}, "2026-09-21"), ({"created": -1}, None)]
+    + [({"created": value}, None) for value in ("soon", None, 10**30)],
+)
+def test_an_answer_has_the_date_that_its_api_says(tmp_path: Path, made: dict[str, Any], date: str | None) -> None:
+    response = {"choices": [{"message": CHAT[4], "finish_reason": "stop"}]} | made
+    rows, _ = rows_of(tmp_path, [{"request": {"messages": CHAT[:2]}, "response": response}])
+    assert rows[0]["origin"].get("date") == date
+
+
 def test_several_answers_to_one_request_are_rows_each(tmp_path: Path, renderer: Renderer) -> None:
     choices = [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"} for text in ("One", "Two")]
     rows, _ = rows_of(tmp_path, [{"request": {"messages": CHAT[:2]}, "response": {"choices": choices}}])

@@ -211,6 +211,11 @@ def _passes(folder: Path, plan: DocumentPlan, drops: Drops, workers: int, report
         why = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(4)) or "no files"
         (folder / "plan.json").unlink()  # nothing of this build is worth going on with
         raise UserError(f"nothing is left of these sources ({why}): give others")
+    held = sum(counter["held-out documents"] for counter in figures.values())
+    if plan.after and held in (0, sum(counter["documents"] for counter in figures.values())):
+        (folder / "plan.json").unlink()
+        what, other = ("nothing", "an earlier") if held == 0 else ("everything", "a later")
+        raise UserError(f"{what} that is left is newer than {plan.after}: give {other} date for what is held out")
     ranges = plan_parts(folder, lists, plan.part_bytes)
     work.run_tasks(folder, "parts", write_part, ranges, workers, report)
     parts, digest = gather(folder, ranges, folder / "out")
@@ -243,6 +248,7 @@ def _record(plan: DocumentPlan, drops: Drops, figures: Drops, parts: dict[str, i
             "secrets replaced",
             "definitions of suites cut",
             "without a parser",
+            "without a date",
         )
         rows.append(
             {

@@ -101,6 +101,9 @@ def _notes(corpus: dict[str, Any]) -> str:
         if suites
         else "No suite was named: nothing keeps answers of a benchmark out.",
     ]
+    for row in corpus["sources"]:
+        if row["kind"] == "conversations" and row["without_a_date"]:
+            lines.append(f"{row['without_a_date']} rows of {row['name']} have no date, and are trained on.")
     if unread := sum(row["without_a_parser"] for row in corpus["sources"]):
         lines.append(
             f"{unread} documents are in languages without a parser here: their syntax was not checked, and "

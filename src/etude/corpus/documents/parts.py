@@ -14,13 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 
+from etude.corpus.corpus_folder import SIDES, corpus_parts
 from etude.corpus.documents import work
 from etude.errors import UserError
 
 HELD_OUT, ORDER, OFFSET, LENGTH = 0, 1, 2, 3  # columns of rows/NNNNN.npy
-SIDES = ("train", "held_out")
 _SHARE = 2  # a range's mean size is the part of a part's: few ranges fill a second file
 
 
@@ -86,7 +85,6 @@ def gather(folder: Path, ranges: int, output: Path) -> tuple[dict[str, int], str
     """Puts the parts below `output`, numbered in order. Returns the parts of each side, and the digest of all: blake3
     over name and content of each. Raises UserError."""
     shutil.rmtree(output, ignore_errors=True)
-    hasher = blake3()
     counts: dict[str, int] = dict.fromkeys(SIDES, 0)
     for side in SIDES:
         (output / side).mkdir(parents=True)
@@ -96,9 +94,7 @@ def gather(folder: Path, ranges: int, output: Path) -> tuple[dict[str, int], str
             target = output / side / f"{counts[side]:05}.jsonl"
             counts[side] += 1
             _link(folder / "parts" / name, target)
-            hasher.update(f"{side}/{target.name}\0".encode())
-            hasher.update_mmap(target)
-    return counts, hasher.hexdigest()
+    return corpus_parts(output)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -92,7 +92,9 @@ def _count(figures: dict[str, Counter[str]], plan: DocumentPlan, documents: list
         counter["characters"] += size
         counter["held-out documents"] += document.held_out
         counter["held-out characters"] += size * document.held_out
-        counter["without a parser"] += bool(document.language) and document.language not in plan.syntax
+        rows = plan.sources[document.source].kind in OF_ROWS
+        counter["without a parser"] += not rows and document.language not in plan.syntax
+        counter["without a date"] += rows and bool(plan.after) and not document.date
     counter[what] += bool(what)
 
 

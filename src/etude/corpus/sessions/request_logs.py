@@ -10,6 +10,7 @@ The API of a pair is that of the answer: "choices" (chat completions), "output" 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 from etude.corpus.sessions.thread import AgentThread, readable
@@ -46,7 +47,7 @@ class RequestLog:
         yield from self._pair(request, response)
 
     def _pair(self, request: dict[str, Any], response: dict[str, Any]) -> Iterator[AgentThread]:
-        origin = {"model": str(response.get("model") or request.get("model") or "")}
+        origin = {"model": str(response.get("model") or request.get("model") or "")} | _date(response)
         if "choices" in response:
             before = read("chat", request)
             for choice in response["choices"]:
@@ -71,6 +72,14 @@ class RequestLog:
             yield _thread(before, answer, response.get("stop_reason"), request, origin)
         else:
             raise ValueError("the answer has no `choices`, `output` or `content`: log whole answers, not their events")
+
+
+def _date(response: Mapping[str, Any]) -> dict[str, str]:
+    """The day on which an answer was made; nothing if it does not say, as those of Anthropic's API."""
+    made = response.get("created") or response.get("created_at")
+    if not isinstance(made, int | float) or not 0 < made < 2**35:
+        return {}
+    return {"date": datetime.fromtimestamp(made, UTC).date().isoformat()}
 
 
 def answered_thread(

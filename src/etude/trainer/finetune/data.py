@@ -17,6 +17,7 @@ from etude.corpus import (
     LearnedRow,
     RowEncoders,
     chat_files,
+    check_corpus,
     is_corpus,
     middle_of,
 )
@@ -63,6 +64,9 @@ class StreamData:
         and for rows that the tokenizer cannot express."""
         data, model = config.data, config.model
         assert data is not None
+        for path in {*data.files, *(source.path for source in data.sources), *data.held_out}:
+            if is_corpus(path):
+                check_corpus(path)
         renderer = cache(partial(renderer_for, model.path, tools=False))
         if isinstance(config, SftConfig):
             encoders, separator, look = RowEncoders(renderer), None, None
