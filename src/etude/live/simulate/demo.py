@@ -52,7 +52,7 @@ from etude.store import open_store
 from etude.tasks import build_dataset
 
 ACCOUNTS = 360
-TURNS = 700  # of users before the first window; later windows learn from the turns during the canaries
+TURNS = 700  # of users before a window; after a canary it learns from the turns during the canary
 SAMPLES = 2  # of each held-out request
 DAMAGE = 0.6  # standard deviation of the noise on the planted version's weights, over that of each tensor
 SUITE_TASKS = 40  # of the gate's suite, most of them held out
@@ -309,7 +309,7 @@ class _Demo:
     def _learn(self, number: int) -> None:
         """Trains a version on the turns since the last window, and brings it to the gate and the canary."""
         site, turns = self._site, self._users.turns
-        if number == 1:
+        if self._seen == len(turns):  # also after a version that reached no user
             self._users.use(TURNS)
         new, self._seen = turns[self._seen :], len(turns)
         self.done.utility.append(mean_utility(new))
