@@ -65,7 +65,7 @@ class Step:
 TASKS = (Step("tasks build tiny -o tasks --max-tasks 6"), Step("tasks check tasks"))
 STEPS: dict[str, tuple[Step, ...]] = {
     "core": (
-        Step("--help"), Step("doctor"), Step("train --keys"), Step("live plan --base 0.5 --lift 0.05"), *TASKS,
+        Step("--help"), Step("doctor"), Step("train --keys"), Step("live plan --help"), *TASKS,
         Step("apply m.py --edit-file sketch.py"), Step("doctor parity --script"),
         *(Step(line, 2) for line in ("demo", "serve nano", "eval nano --suite tasks", "live serve live.toml")),
     ),

@@ -59,7 +59,6 @@ def test_the_core_helps_with_every_command_and_loads_nothing_of_the_extras(core:
     lines += [["train", "--keys", stage] for stage in ("midtrain", "sft", "apply", "rl")]
     lines += [
         ["train", str(ROOT / "recipes/demo.toml"), "--dry-run"],
-        ["live", "plan", "--base", "0.5", "--lift", "0.1"],
     ]
     found, modules = ends(core, tmp_path, lines)
     assert {" ".join(line): end for line, end in zip(lines, found, strict=True) if end[0] != 0} == {}
