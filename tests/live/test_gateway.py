@@ -298,11 +298,11 @@ def test_a_server_that_is_away_is_passed_over(tmp_path, upstream, url):
             {"name": "b", "urls": [url], "store": str(tmp_path)},
         ]
         config = live_config(tmp_path, clusters=clusters, model="house")
-        key = new_key(config)
+        key, secret = new_proxy(config)
         with running_gateway(config) as (_, at), client(at, key) as http:
-            for number in range(8):
+            for number in range(8):  # accounts, which have servers of their own
                 body = {"model": "house", "n": 1, "messages": []}
-                answer = http.post("/v1/chat/completions", json=body, headers={"x-etude-user": str(number)})
+                answer = http.post("/v1/chat/completions", json=body, headers=signed(secret, str(number)))
                 assert (answer.status_code, answer.content) == (200, ODD)
             assert json.loads(upstream.asked[-1][1]) == {"model": "own-name", "n": 1, "messages": []}
             assert http.get("/v1/models").json()["data"][0]["id"] == "house"
@@ -336,15 +336,16 @@ def test_a_waiting_request_leaves_a_server_that_stops(tmp_path, upstream, url, m
     app = Starlette(routes=[Route("/health", hang), Route("/v1/chat/completions", never, methods=["POST"])])
     with answering(app) as paused:
         config = live_config(tmp_path, paused, url)
-        key = new_key(config)
+        key, secret = new_proxy(config)
         with running_gateway(config) as (gateway, at), client(at, key) as http:
             first = gateway.clusters.of_arm[Arm.CONTROL][0]
             users = (str(n) for n in range(1000))
             user = next(
                 u for u in users if gateway.clusters.order(Arm.CONTROL, gateway.accounts.name("acme", u))[0] is first
             )
-            answer = http.post("/v1/chat/completions", json=CHAT, headers={"x-etude-user": user})
+            answer = http.post("/v1/chat/completions", json=CHAT, headers=signed(secret, user))
             assert (answer.status_code, answer.content) == (200, ODD)
+            assert stopped.is_set(), "the request came to the server that stops"
             stopped.clear()
 
 

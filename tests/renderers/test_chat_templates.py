@@ -141,8 +141,8 @@ def test_a_run_keeps_its_template(plain: Path, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
     given = {"path": str(plain), "chat_template": str(tmp_path / "mine.jinja")}
     for kind in (RLConfig, SftConfig):
-        tasks = {"tasks": {"dataset": "d"}} if kind is RLConfig else {}
-        stored = with_models(kind.model_validate({"model": given} | tasks))
+        more = {"tasks": {"dataset": "d"}} if kind is RLConfig else {"data": {"files": ["a.jsonl"]}}
+        stored = with_models(kind.model_validate({"model": given} | more))
         assert Path(stored.model.origin) == plain
         read = kind.model_validate_json(stored.model_dump_json())
         (tmp_path / "mine.jinja").write_text(PLAIN)
@@ -169,7 +169,7 @@ def test_every_entrance_takes_a_template(plain: Path, tmp_path: Path, monkeypatc
     model = {"path": str(plain), "chat_template": "mine.jinja"}
     for config in (
         with_models(RLConfig.model_validate({"model": model, "tasks": {"dataset": "d"}})),
-        with_models(SftConfig.model_validate({"model": model})),
+        with_models(SftConfig.model_validate({"model": model, "data": {"files": ["a.jsonl"]}})),
     ):
         assert Path(config.model.path).samefile(made)
         assert config.model.chat_template == str(tmp_path / "mine.jinja")

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from etude.corpus import dialect
 from etude.errors import UserError
 from etude.records import Turn, encode
 from etude.renderers import Renderer, renderer_for
@@ -177,19 +176,17 @@ def test_what_follows_a_turn_is_the_bridge_for_results_and_the_render_for_any_me
             renderer.follow(turn, [{"role": "wizard", "content": ""}])
 
 
-def test_the_compact_dialect_has_the_tokens_of_the_training_corpus(compact: Renderer, compact_folder: Path) -> None:
-    """Written by different code: the corpus encodes pieces of documents, the renderer prompts and bridges."""
+def test_the_compact_dialect_has_the_tokens_of_its_text(compact: Renderer, compact_folder: Path) -> None:
+    """A conversation that is rendered turn by turn has the tokens of the dialect's text, encoded at once."""
     speaker = Speaker(compact_folder)
-    turn = (dialect.Call("edit", ("    a\n", " b")), dialect.Call("test"))
-    source = "def f(x):\n    return x"
-    opening = dialect.message("user", dialect.prompt("f", "src/a.py", source)) + dialect.message("tool", NASTY[2])
-    document = (
-        opening + dialect.turn(turn) + dialect.message("tool", "ok\npassed") + dialect.turn([dialect.Call("finish")])
-    )
-    ((expected, _),) = dialect.encode(Tokenizer.from_file(str(compact_folder / "tokenizer.json")), [document])
     said = speaker.turn(("edit", {"old": "    a\n", "new": " b"}), ("test", {}))
-    ids = compact.prompt([USER, tool(NASTY[2])]) + said + compact.bridge(said, "stop", ["ok", "passed"])
-    assert ids + speaker.turn(("finish", {})) == expected.tolist()
+    ids = compact.prompt([USER, tool("1 of 2")]) + said + compact.bridge(said, "stop", ["ok", "passed"])
+    text = (
+        f"<|user|>{USER['content']}<|end|><|tool|>1 of 2<|end|><|assistant|><|call|>edit<|arg|>    a\n<|arg|> b"
+        "<|call|>test<|end|><|tool|>ok\npassed<|end|><|assistant|><|call|>finish<|end|>"
+    )
+    expected = Tokenizer.from_file(str(compact_folder / "tokenizer.json")).encode(text, add_special_tokens=False)
+    assert ids + speaker.turn(("finish", {})) == expected.ids
 
 
 def test_compact_bridge_closes_a_cut_turn_once(compact: Renderer, compact_folder: Path) -> None:

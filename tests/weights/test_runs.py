@@ -105,7 +105,7 @@ def test_configurations_name_runs(made, tmp_path, monkeypatch):
     tables = {"tasks": {"repository": "here"}, "model": {"path": "run@2"}, "distill": {"teacher": "run"}}
     rl = with_models(validate(RLConfig, tables, "rl.toml"))
     assert (rl.model.path, rl.distill.teacher) == (str(run / "models/2"), str(run / "models/3"))
-    sft = with_models(validate(SftConfig, {"model": {"path": "run@2"}}, "sft.toml"))
+    sft = with_models(validate(SftConfig, {"model": {"path": "run@2"}, "data": {"files": ["a.jsonl"]}}, "sft.toml"))
     assert sft.model.path == run / "models/2"
     same = validate(RLConfig, tables | {"model": {"path": "nano"}, "distill": None}, "rl.toml")
     assert with_models(same) == same

@@ -122,7 +122,9 @@ def test_a_secret_behind_the_escapes_of_a_call_is_replaced(tmp_path: Path, hide:
     (shown,) = rows[0]["messages"][1]["tool_calls"]
     assert json.loads(shown["function"]["arguments"]) == {"new": 'api_key = "<generic-api-key>" '}
     # A stage looks behind them, too.
-    (row,) = read_row("row", json.dumps({"messages": messages}), RowEncoders(lambda: pytest.fail("it is refused")))
+    (row,) = read_row(
+        "row", json.dumps({"messages": messages}).encode(), RowEncoders(lambda: pytest.fail("it is refused"))
+    )
     assert isinstance(row, RefusedRow)
     assert "generic-api-key" in row.why
 

@@ -39,7 +39,7 @@ def said(rows: list[Any], renderer: Renderer) -> list[str]:
     """The texts that train, from the rows as a stage reads them."""
     texts: list[str] = []
     for line in rows:
-        for row in read_row("", json.dumps(line), RowEncoders(lambda: renderer)):
+        for row in read_row("", json.dumps(line).encode(), RowEncoders(lambda: renderer)):
             assert isinstance(row, LearnedRow), row
             ids, mask = row.tokens
             edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
