@@ -1,5 +1,6 @@
 """ASGI applications on loopback, on a thread of the test's process."""
 
+import faulthandler
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from etude.protocol.access import LOOPBACK, Access
 from etude.protocol.guard import LIMITS, Guarded, ServiceLimits
 from etude.protocol.serving import server_config
 from etude.protocol.wire import JSON, MSGPACK
+
+_ENDS_SECONDS = 90.0  # a deadline alone; what runs at the end of a whole suite is said by the stacks
 
 
 @contextmanager
@@ -42,5 +45,7 @@ def _served(config: uvicorn.Config) -> Iterator[int]:
             yield listener.getsockname()[1]
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(_ENDS_SECONDS)
+            if thread.is_alive():
+                faulthandler.dump_traceback(all_threads=True)
             assert not thread.is_alive()
