@@ -227,7 +227,8 @@ def kill_rounds(
     with engine.connect() as connection:
         held = set(connection.scalars(sa.select(schema.signals.c.event)))
     engine.dispose()
-    return len(acknowledged - held), len(acknowledged)
+    accounts = Accounts(root / "live")
+    return sum(accounts.digest("event", TENANT, event) not in held for event in acknowledged), len(acknowledged)
 
 
 def _served_turns(root: Path, database: str | None) -> list[str]:
@@ -235,8 +236,9 @@ def _served_turns(root: Path, database: str | None) -> list[str]:
     engine, accounts = open_log(root / "live", database), Accounts(root / "live")
     queue, turns = RecordQueue(), [ulid() for _ in range(64)]
     writer = LogWriter(queue, engine, open_blobs(root / "live"), accounts)
+    account = accounts.name(TENANT, "user")
     for turn in turns:
-        queue.append(ServedEntry(turn, Key(0, Arm.CONTROL, accounts.name(TENANT, "user"), TENANT)))
+        queue.append(ServedEntry(turn, Key(0, Arm.CONTROL, account, TENANT), account))
     writer.close()
     engine.dispose()
     return turns
