@@ -1,4 +1,4 @@
-"""Writes what nano is trained on: `python -m models.make_nano [-o outputs/nano]`, twenty minutes on two cores.
+"""Writes what nano is trained on: `python -m models.make_nano [-o outputs/nano]`.
 
 new/                          the tokenizer, and the model with random weights
 midtrain.jsonl                code, fill-in-the-middle, and repair episodes without wrong edits
