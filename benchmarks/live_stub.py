@@ -43,7 +43,7 @@ def stub() -> Starlette:
         return Response(ANSWER, media_type="application/json")
 
     async def health(http: Request) -> Response:
-        return JSONResponse({"version": 0, "digest": "0", "configuration_digest": "0"})
+        return JSONResponse({"version": 0, "digest": "0", "keeps_turns": True})
 
     async def models(http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "stub"}]})

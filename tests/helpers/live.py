@@ -123,7 +123,7 @@ class EchoServer:
     def app(self) -> Starlette:
         """What the gateway asks of an `etude serve`."""
         posts = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-        told = {"version": 0, "digest": "0", "configuration_digest": "0"}
+        told = {"version": 0, "digest": "0", "keeps_turns": True}
         return Starlette(
             routes=[
                 *(Route(path, self._answer, methods=["POST"]) for path in posts),

@@ -24,11 +24,15 @@ from starlette.routing import Route
 
 from etude.cli import live_gateway
 from etude.cli.main import main
+from etude.config.live import LabelsConfig
+from etude.corpus.sessions import SessionReport
 from etude.errors import UserError
 from etude.live.gateway import proxy
 from etude.live.gateway.arms import Stages, assign
 from etude.live.gateway.gateway import Gateway
 from etude.live.gateway.upstream import Clusters
+from etude.live.learn.consented import consented_threads
+from etude.live.learn.window import LiveContents, cut_window
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs, open_log, unseal
 from etude.live.log.records import (
@@ -74,7 +78,7 @@ class _Upstream:
 
     def health(self, _):
         told = {"version": self.version, "digest": f"digest {self.version}"}
-        return JSONResponse(told | {"configuration_digest": "c"})
+        return JSONResponse(told | {"keeps_turns": True})
 
     def turn(self, http):
         return Response(self.tokens, media_type="application/msgpack")
@@ -327,7 +331,7 @@ def test_a_waiting_request_leaves_a_server_that_stops(tmp_path, upstream, url, m
     async def hang(http):
         while stopped.is_set():
             await asyncio.sleep(0.01)
-        return JSONResponse({"version": 1, "digest": "d", "configuration_digest": "c"})
+        return JSONResponse({"version": 1, "digest": "d", "keeps_turns": True})
 
     async def never(http):
         stopped.set()
@@ -838,3 +842,34 @@ def test_a_canary_whose_server_is_away_fails_by_its_strays(tmp_path, upstream, u
     counted = {(row["name"], row["release"]) for row in rows(config, schema.tallies) if row["arm"] == "canary"}
     assert {("strays", 2), ("requests", 0), ("seconds", 0)} <= counted
     assert ("requests", 2) not in counted
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_answers_of_other_servers_are_kept_as_text(tmp_path, is_stream):
+    """Of a server that keeps no turns the text is known, and not the tokens."""
+    answer = {"id": "chatcmpl-other", "choices": [{"message": {"content": "use an index"}, "finish_reason": "stop"}]}
+    chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("use ", "an index")]
+    events = b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
+
+    async def answered(http):
+        if (await http.json()).get("stream"):
+            end = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+            return StreamingResponse(iter([events[:30], events[30:], end]), media_type="text/event-stream")
+        return JSONResponse(answer)
+
+    other = Starlette(routes=[Route("/v1/chat/completions", answered, methods=["POST"])])
+    with answering(other) as url:
+        config = live_config(tmp_path, url)
+        with running_gateway(config) as (gateway, at), client(at, new_key(config, consent=True)) as http:
+            until(lambda: http.get("/v1/models").status_code != 401)
+            http.post("/v1/chat/completions", json=CHAT | {"stream": is_stream}).raise_for_status()
+            until(lambda: not gateway.recorder.open)
+    (turn,) = rows(config, schema.turns)
+    assert (turn["reason"], turn["stop"], turn["sampled_tokens"]) == ("no_tokens", "stop", 0)
+    engine, folder = open_log(Path(config.folder), None), Path(config.folder)
+    contents, report = LiveContents(engine, Accounts(folder), open_blobs(folder)), SessionReport()
+    (thread,) = consented_threads(engine, contents, report)
+    assert thread.messages[-1] == {"role": "assistant", "content": "use an index", "weight": 1}
+    exits = cut_window(engine, contents, LabelsConfig(delay_seconds=1e-6, window_seconds=1e-6)).exits
+    assert [each.reason for each in exits] == ["no_tokens"]
+    engine.dispose()

@@ -8,8 +8,6 @@ GET  /v1/turns/ULID                                         a `ServedTokens` as 
 from __future__ import annotations
 
 import asyncio
-import re
-import time
 from dataclasses import dataclass
 
 import msgspec
@@ -20,14 +18,9 @@ from starlette.routing import Route
 
 from etude.inference.server.choices import Choice
 from etude.inference.server.served_model import ServedModel
+from etude.inference.turn_store import WAIT_SECONDS, TurnStore
 from etude.protocol import MSGPACK, TURN_HEADER, ServedTokens, error, headers
 from etude.protocol.apis import SampledTurn
-
-_NAME = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
-_SECONDS = 60.0  # from its beginning, an ended turn is kept this long
-_MOST = 4096  # turns
-_MAX_TOKENS = 4 << 20  # of all prompts together
-_WAIT_SECONDS = 10.0  # wait for the end of a turn whose client has disconnected
 
 
 @dataclass(frozen=True)
@@ -35,16 +28,14 @@ class _Kept:
     choice: Choice
     turn: SampledTurn
     choices: int
-    since: float
 
 
 class KeptTurns:
-    """The kept turns of one model; above a limit the oldest are dropped."""
+    """The kept turns of one model."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._kept: dict[str, _Kept] = {}
-        self._tokens = 0
+        self._store: TurnStore[_Kept] = TurnStore(lambda kept: kept.choice.sequence.future.done())
 
     def routes(self) -> list[Route]:
         """The route, to be mounted."""
@@ -53,30 +44,14 @@ class KeptTurns:
     def keep(self, http: HTTPRequest, choices: list[Choice], turns: list[SampledTurn]) -> None:
         """Keeps the first choice of a request that has the header `X-Etude-Turn`."""
         name = next(headers(http.scope, TURN_HEADER.encode()), "")
-        if not _NAME.fullmatch(name) or name in self._kept:
-            return
-        turns[0].name = name
-        self._kept[name] = _Kept(choices[0], turns[0], len(choices), time.monotonic())
-        self._tokens += turns[0].prompt_tokens
-        while len(self._kept) > _MOST or self._tokens > _MAX_TOKENS:
-            self._forget(next(iter(self._kept)))
-        while (oldest := next(iter(self._kept), None)) is not None:
-            kept = self._kept[oldest]
-            if kept.since > time.monotonic() - _SECONDS or not kept.choice.sequence.future.done():
-                break
-            self._forget(oldest)
-
-    def _forget(self, name: str) -> _Kept | None:
-        if (kept := self._kept.pop(name, None)) is not None:
-            self._tokens -= kept.turn.prompt_tokens
-        return kept
+        if self._store.keep(name, _Kept(choices[0], turns[0], len(choices)), turns[0].prompt_tokens):
+            turns[0].name = name
 
     async def _take(self, http: HTTPRequest) -> Response:
-        name = http.path_params["name"]
-        if (kept := self._forget(name)) is None:
+        if (kept := self._store.take(http.path_params["name"])) is None:
             return error(404, "this server keeps no such turn", code="not_found")
         try:
-            async with asyncio.timeout(_WAIT_SECONDS):
+            async with asyncio.timeout(WAIT_SECONDS):
                 whole = await asyncio.shield(asyncio.wrap_future(kept.choice.sequence.future))
         except TimeoutError:
             return error(409, "the turn has not ended", code="not_ended")

@@ -62,6 +62,7 @@ class OperationRoutes:
         running, waiting = engine.load
         body: dict[str, object] = {
             "status": self._status(),
+            "keeps_turns": True,
             "version": served.version,
             "digest": served.digest,
             "error": str(engine.failure or watcher.trouble),

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import httpx2
 
 from etude.errors import UserError
+from etude.protocol import bearer, own_token
 from etude.protocol.backends import EngineLost, NotLive, VllmServer, WeightsOf
 from etude.store import Store
 from etude.weights import published_versions
@@ -36,15 +37,28 @@ def feed(
     deadline: float = DEADLINE,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Updates the server to every newest version, for ever; with `once` until it serves the newest, which is returned.
-    Raises UserError if the server does not answer, or if a version is not live `deadline` seconds after it was seen."""
+    """Updates the server to every newest version, for ever, also after it was started anew; with `once` until it serves
+    the newest, which is returned. Raises UserError if the server does not answer for `deadline` seconds (with `once` at
+    all), or if a version is not live `deadline` seconds after it was seen."""
 
     async def following() -> int:
-        async with httpx2.AsyncClient(trust_env=False) as http:
+        lost, line = 0.0, ""
+        async with httpx2.AsyncClient(trust_env=False, headers=bearer(own_token())) as http:
             server, weights = VllmServer(http, url), WeightsOf(store.url, relay or "", public_key or "")
-            live, _ = await server.follow(weights, keep=False)
-            say(f"{server.url} serves " + (f"version {live}" if live >= 0 else "no version of this store yet"))
-            return await _feed(server, store, live, once, every, deadline, say)
+            while True:
+                try:
+                    live, _ = await server.follow(weights, keep=False)
+                    lost = 0.0
+                    say(f"{server.url} serves " + (f"version {live}" if live >= 0 else "no version of this store yet"))
+                    return await _feed(server, store, live, once, every, deadline, say)
+                except EngineLost as e:
+                    lost = lost or time.monotonic()
+                    if once or time.monotonic() - lost > deadline:
+                        raise
+                    if line != str(e):
+                        say(f"{e}; it is fed again once it answers")
+                    line = str(e)
+                await asyncio.sleep(every)
 
     try:
         return asyncio.run(following())
@@ -72,4 +86,6 @@ async def _feed(
                 continue
         elif once:
             return live
+        elif live >= 0 and (await server.send("GET", "/weight_info"))["weight_version"] != str(live):
+            raise EngineLost(f"{server.url} has been started anew, without version {live}")
         await asyncio.sleep(every)

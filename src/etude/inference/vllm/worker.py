@@ -80,10 +80,12 @@ class Following:
         return {"version": manifest.version, "digest": manifest.live, "share": f"{share:016x}"}
 
     def answer(self) -> Answer:
-        """The live version, whether staging runs, the staged version or -1, and the last error."""
+        """The live version and its digest, whether staging runs, the staged version or -1, and the last error."""
         staging = self.thread is not None and self.thread.is_alive()
         staged = self.staged.manifest.version if self.staged is not None and not staging else -1
-        return {"version": self.receiver.version, "staging": staging, "staged": staged, "error": self.error}
+        held = self.receiver.held
+        live = {"version": self.receiver.version, "digest": "" if held is None else held[0].live}
+        return {**live, "staging": staging, "staged": staged, "error": self.error}
 
 
 class WorkerExtension:
@@ -115,8 +117,9 @@ class WorkerExtension:
         return following.answer()
 
     def etude_status(self) -> Answer:
-        """The progress of staging, see `Following.answer`."""
-        return self._etude.answer()
+        """The live version and the progress of staging, see `Following.answer`; no version without a store."""
+        following: Following | None = getattr(self, "_etude", None)
+        return {"version": -1, "digest": ""} if following is None else following.answer()
 
     def etude_swap(self, version: str) -> Answer:
         """Writes the staged version, between two steps; answers as `etude_digest`. Then all workers must commit or

@@ -26,6 +26,8 @@ from etude.protocol.apis import shaped_refusal
 
 MAX_OPEN = 256
 """Requests of one key at a time: twice what an engine computes at once, and an eighth of the gateway's connections."""
+MAX_COPY = 4 << 20
+"""Bytes of an answer whose text is recorded, from a server that keeps no turns."""
 _BUSY = (502, 503, 504)
 # Headers of one connection, with the gateway's own keys, set anew, or that would hide the ids in answers.
 _NOT_FORWARDED = frozenset({
@@ -104,10 +106,15 @@ class AnswerProxy:
                     self._recorder.begin(request)
                     head = {"type": "http.response.start", "status": answer.status}
                     await send(head | {"headers": _returned_headers(request, answer)})
-                    name = AnswerId(answer.header(b"content-type") or "", request.dialect or "")
+                    media = answer.header(b"content-type") or ""
+                    name = AnswerId(media, request.dialect or "")
+                    request.copy = bytearray() if request.recorded and not answer.server.keeps_turns else None
+                    request.is_stream = media.startswith("text/event-stream")
                     async for part in answer.parts():
                         if answer.status == 200 and request.dialect is not None and (own := name.feed(part)):
                             self._recorder.name(request, own)
+                        if request.copy is not None:
+                            request.copy = request.copy + part if len(request.copy) < MAX_COPY else None
                         await send({"type": "http.response.body", "body": part, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
                 finally:

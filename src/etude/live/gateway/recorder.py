@@ -18,6 +18,8 @@ from etude.live.gateway.upstream import AWAY, Server
 from etude.live.log.records import ServedTurn, Session, SignalKind, TurnContent, VersionSpan
 from etude.live.log.tenants import Directory
 from etude.protocol import ServedTokens
+from etude.protocol.apis import answer_message
+from etude.renderers import Message
 
 _FETCH_SECONDS = 15.0
 _MAX_FETCHES = 512
@@ -113,7 +115,12 @@ class TurnRecorder:
                 tokens = msgspec.msgpack.decode(body, type=ServedTokens) if status == 200 else None
         if tokens is not None and tokens.spans and tokens.spans[-1][2] not in server.digests:
             await server.look()  # the server changed its version after the last look
-        entry = self._entry(request, server, tokens, seconds)
+        answer = None
+        if tokens is None and request.copy:
+            answer = await asyncio.to_thread(
+                answer_message, request.dialect or "", bytes(request.copy), request.is_stream
+            )
+        entry = self._entry(request, server, tokens, answer, seconds)
         derived = await asyncio.to_thread(self._last.signals, entry, tokens.malformed if tokens else 0)
         if not self._queue.append(entry):
             return
@@ -124,7 +131,15 @@ class TurnRecorder:
             assert self._judge is not None
             self._judge.read(each)
 
-    def _entry(self, request: TurnRequest, server: Server, tokens: ServedTokens | None, seconds: float) -> TurnEntry:
+    def _entry(
+        self,
+        request: TurnRequest,
+        server: Server,
+        tokens: ServedTokens | None,
+        answer: tuple[Message, str] | None,
+        seconds: float,
+    ) -> TurnEntry:
+        """The entry of a turn: of its tokens, or of the text of its `answer` and the reason why it ended."""
         assignment, content = request.assignment, None
         spans = tuple(VersionSpan(low=s[0], high=s[1], version=s[2]) for s in (tokens.spans if tokens else ()))
         version = spans[-1].version if spans else server.version
@@ -140,6 +155,17 @@ class TurnRecorder:
                 logprobs=tokens.logprobs,
                 temperature=tokens.temperature,
                 top_p=tokens.top_p,
+            )
+        elif answer is not None:
+            content = TurnContent(
+                dialect=request.dialect or "",
+                request=request.body,
+                response=msgspec.json.encode(answer[0]),
+                prompt_ids=b"",
+                ids=b"",
+                logprobs=b"",
+                temperature=1.0,
+                top_p=1.0,
             )
         session = Session(
             id=request.session,
@@ -170,7 +196,7 @@ class TurnRecorder:
             sampled_tokens=len(tokens.ids) // 4 if tokens else 0,
             seconds=seconds,
             cluster=server.cluster,
-            stop=tokens.finish_reason if tokens else "",
+            stop=tokens.finish_reason if tokens else answer[1] if answer else "",
             at=0,
         )
         keep = self._directory.policies[request.key.tenant].keep

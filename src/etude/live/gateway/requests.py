@@ -56,6 +56,8 @@ class TurnRequest:
     strayed: int | None = None  # release of the control, if its server answered in place of the account's arm
     deserted: bool = False  # a server of the account's arm was away: not only busy
     answer: str = ""  # the id in the answer's body, unless it is made of `id`
+    copy: bytearray | None = None  # of the answer's body, if its server keeps no turns
+    is_stream: bool = False  # of server-sent events
 
     @property
     def dialect(self) -> str | None:

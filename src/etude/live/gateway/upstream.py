@@ -63,7 +63,7 @@ class Server:
     cluster: str
     token: str | None = field(default=None, repr=False)
     healthy: bool = True  # until the first look
-    keeps_turns: bool = False  # it is an `etude serve`
+    keeps_turns: bool = False  # it gives out the tokens of turns (`/v1/turns`)
     version: int = 0
     digests: dict[int, str] = field(default_factory=dict[int, str])  # by version, the last few
     model: str | None = None
@@ -169,7 +169,7 @@ class Server:
         came_back, self.healthy = well and (not self.healthy or self.model is None), well
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
             state = json.loads(body)
-            self.version, self.keeps_turns = int(state["version"]), "configuration_digest" in state
+            self.version, self.keeps_turns = int(state["version"]), state.get("keeps_turns") is True
             self.digests = dict([*self.digests.items(), (self.version, str(state["digest"]))][-64:])
         if came_back:
             with contextlib.suppress(*AWAY, ValueError, KeyError, TypeError, IndexError):

@@ -196,7 +196,7 @@ def prefixes(site: ReleaseSite, most: int) -> list[Prefix]:
         if key is None:  # forgotten
             continue
         content = contents.turn(key, journal.record(ServedTurn, row))  # pyright: ignore[reportArgumentType]
-        if isinstance(content, TurnContent):
+        if isinstance(content, TurnContent) and content.prompt_ids:  # else its prompt's tokens are not known
             consented.append(prefix_of(content))
     return consented
 

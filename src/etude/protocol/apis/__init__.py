@@ -2,11 +2,13 @@
 endpoint for outside agents (`harness/endpoint`), and the inference server (`inference/server`).
 
 `reading.py`        the messages and tools of a request of any API
+`answers.py`        the message of an answer of any API
 `conversation.py`   a request, and the arrangement of its messages
 `turn.py`           an answer, during sampling and complete
 `chat.py`, `responses.py`, `anthropic.py`   one API each: its requests, answers and refusals
 """
 
+from etude.protocol.apis.answers import answer_message
 from etude.protocol.apis.conversation import (
     AgentRequest,
     RequestRefused,
