@@ -4,7 +4,9 @@ The routes below are those of vLLM 0.32's development mode; behind them are the 
 and real versions. `test_vllm.py` has the real server.
 """
 
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -234,6 +236,9 @@ class Vllm:
     async def is_paused(self, request: Request) -> JSONResponse:
         return JSONResponse({"is_paused": self.paused})
 
+    async def weight_info(self, request: Request) -> JSONResponse:
+        return JSONResponse({"weight_version": self.weight_version})
+
     def _done(self, what: str) -> JSONResponse:
         self.calls.append(what)
         return JSONResponse({})
@@ -247,7 +252,7 @@ class Vllm:
             "/update_weight_version": self.named,
         }
         routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
-        return Starlette(routes=[*routes, Route("/is_paused", self.is_paused)])
+        return Starlette(routes=[*routes, Route("/is_paused", self.is_paused), Route("/weight_info", self.weight_info)])
 
 
 @pytest.fixture
@@ -294,6 +299,48 @@ def test_feed_brings_a_server_to_the_newest_version(store, vllm, of_folder):
         "etude_open", "etude_stage", "pause", "etude_swap", "etude_commit", "reset", "named", "resume"
     ]  # fmt: skip
     assert (vllm.paused, vllm.weight_version) == (False, "2")
+
+
+def test_a_server_that_was_started_anew_is_fed_again(store):
+    """It serves its checkpoint, and an empty store of the worker: nobody else would notice until the next version."""
+    _, made = publish(store, 2)
+    lines, vllm, ended = list[str](), Vllm(store), threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if ended.is_set():
+            raise KeyboardInterrupt
+
+    with answering(vllm.app()) as url:
+        thread = threading.Thread(target=_quietly, args=(url, store, say), daemon=True)
+        thread.start()
+        wait_until(lambda: len(lines) == 2)
+        fresh = Vllm(store)
+        vllm.models, vllm.workers, vllm.weight_version = fresh.models, fresh.workers, "default"
+        wait_until(lambda: len(lines) >= 5)
+        ended.set()
+        vllm.weight_version = "default"
+        thread.join(20)
+    assert not thread.is_alive()
+    assert lines[2] == f"{url} has been started anew, without version 1; it is fed again once it answers"
+    assert "version 1 is live" in lines[4]
+    assert_serves(vllm, made[1])
+
+
+def _quietly(url: str, store: object, say: object) -> None:
+    with suppress(KeyboardInterrupt):
+        feed(url, store, every=0.01, say=say)
+
+
+def wait_until(holds) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_worker_without_a_store_has_no_version():
+    assert WorkerExtension().etude_status() == {"version": -1, "digest": ""}
 
 
 def test_staging_touches_no_live_weight_and_needs_no_pause(store, two):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +14,7 @@ import sqlalchemy as sa
 import torch
 from benchmarks.live_gate import false_promotions
 
-from etude.config import EngineConfig, RolloutConfig, find_model
+from etude.config import RLConfig, ServerConfig, WeightSource, find_model, validate
 from etude.errors import UserError
 from etude.evals.paired import defended_margin
 from etude.evals.stats import Estimate
@@ -20,7 +22,7 @@ from etude.evals.suite import EvalResult, TaskResult
 from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, new_blob, open_blobs, seal
 from etude.live.log.privacy import plant
-from etude.live.log.records import Arm, Release, ReleaseStage, TurnContent
+from etude.live.log.records import Arm, Release, ReleaseStage, TurnContent, VersionSpan
 from etude.live.release import gate, operations
 from etude.live.release.gate import above_floor, compare_paired, integrity, play_gate
 from etude.live.release.player import Answer, Player, compare_answers
@@ -29,6 +31,7 @@ from etude.live.release.reports import GatePart, keep_report, read_report
 from etude.live.release.stores import bring
 from etude.records import StepRecord
 from etude.renderers import renderer_for
+from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
 from etude.weights.content import load
 from etude.weights.export import publish_folder
@@ -39,6 +42,7 @@ from tests.helpers.followers import Site, site
 from tests.helpers.live_story import new_session, new_turn
 from tests.helpers.mixtures import widened
 from tests.helpers.small_tensors import nudged, tensors
+from tests.helpers.vllm_server import PYTHON, needs_vllm
 
 TINY = Path(__file__).parents[1] / "tasks/data/tiny"
 FIRST = tensors(1)
@@ -329,19 +333,46 @@ def consented(made: Site, request: str, number: int) -> None:
         blob = new_blob(account)
         store.put(blob, seal(secret, msgspec.msgpack.encode(content), blob))
         session = new_session(account=account, opened=at)
-        turn = new_turn(session.id, prompt_tokens=len(prompt), sampled_tokens=2, blob=blob, at=at + 1)
+        spans = (VersionSpan(low=0, high=2, version=0),)
+        turn = new_turn(session.id, spans=spans, sampled_tokens=2, blob=blob, at=at + 1)
         journal.add(connection, [session, turn])
 
 
+@pytest.fixture(params=["started", "urls", pytest.param("vllm", marks=needs_vllm)])
+def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RLConfig, dict[str, Any]]]:
+    """A recipe, and options of the gate: an engine is started for each version, or servers follow the gate's store."""
+    options = {"turns": 3, "tokens": 256, "context": 1024, "seconds": 60}
+    inference = {"engine": "vllm", "python": PYTHON, "max_batch": 8} if request.param == "vllm" else {"threads": 1}
+    table = {"stage": "rl", "model": {"path": "nano"}, "rollout": options, "inference": inference}
+    recipe = validate(RLConfig, table | {"tasks": {"dataset": str(tmp_path / "suite")}}, "test")
+    if request.param != "urls":
+        yield recipe, {}
+        return
+    store = tmp_path / "of-the-gate"
+    publish_folder(open_store(str(store)), find_model("nano"))
+    source = WeightSource(weights=str(store))
+    child = spawn_engine(
+        ServerConfig(model=str(find_model("nano")), port=0, threads=1, cache_mb=64, source=source), tmp_path
+    )
+    try:
+        yield recipe, {"urls": [engine_url(child, tmp_path)], "store": str(store)}
+    finally:
+        child.stop(10)
+
+
 @pytest.mark.release
-def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_gate_with_boxes_and_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engines: tuple[RLConfig, dict[str, Any]]
+) -> None:
     """Weights that moved by about a unit in the last place pass; weights with noise are refused by what they answer.
     The model solves none of these tasks, so the floor is taken away."""
+    recipe, options = engines
     lowered = GatePart(name="floor on tiny", passed=True, reason="")
     monkeypatch.setattr(gate, "above_floor", lambda name, tasks, floor: lowered)
     with site(
         tmp_path,
-        gate={"suites": [str(widened(tmp_path / "suite" / "tiny", 12))], "margin": 0.8, "cost": 3.0, "replay": 8},
+        gate={"suites": [str(widened(tmp_path / "suite" / "tiny", 12))], "margin": 0.8, "cost": 3.0, "replay": 8}
+        | options,
     ) as made:
         nano = find_model("nano")
         store = open_store(str(made.trained))
@@ -351,8 +382,7 @@ def test_the_whole_gate_with_boxes_and_engines(tmp_path: Path, monkeypatch: pyte
         for number in range(8):
             consented(made, f"Fix the function that adds {number} to a list.", number)
         plant(Path(made.options["folder"]), 3)
-        budget = RolloutConfig(turns=3, tokens=256, context=1024, seconds=60).budget()
-        with Player(made.site, budget, EngineConfig(threads=1)) as player:
+        with Player(made.site, recipe) as player:
             tensors_ = load(store, 0)[1]
             moved = {name: tensor * 1.005 for name, tensor in tensors_.items()}
             generator = torch.Generator().manual_seed(1)

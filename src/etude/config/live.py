@@ -11,6 +11,12 @@ from pydantic import Field
 from etude.config.sections import LocalPath, LocalPathOrNone, Section, option
 
 
+def _check_urls(urls: tuple[str, ...]) -> None:
+    """Raises ValueError for an address that is no server's."""
+    if wrong := [url for url in urls if not re.fullmatch(r"https?://[^/@\s]+/?", url)]:
+        raise ValueError(f"{wrong[0]!r} is not a URL like http://host:8000, without user and path")
+
+
 class ClusterConfig(Section):
     """Inference servers that serve from one weight store."""
 
@@ -31,12 +37,7 @@ class ClusterConfig(Section):
         stores = [store for store in (self.store, self.canary_store, self.holdback_store) if store != "none"]
         if len(set(stores)) != len(stores):
             raise ValueError("each arm has a weight store of its own")
-        if wrong := [
-            u
-            for u in (*self.urls, *self.canary_urls, *self.holdback_urls)
-            if not re.fullmatch(r"https?://[^/@\s]+/?", u)
-        ]:
-            raise ValueError(f"{wrong[0]!r} is not a URL like http://host:8000, without user and path")
+        _check_urls((*self.urls, *self.canary_urls, *self.holdback_urls))
         return self
 
 
@@ -105,6 +106,15 @@ class GateConfig(Section):
     replay: int = option(2000, "recent consented prefixes whose last turn is generated again", ge=0)
     cost: float = option(1.25, "tokens, turns and seconds per task, as a multiple of the incumbent's, at most", gt=1)
     planted: tuple[str, ...] = option((), "strings that no version may know")
+    urls: tuple[str, ...] = option((), "servers of the recipe's engine for the gate alone; none: it starts its own")
+    store: LocalPathOrNone = option("none", "URL of the weight store that these servers follow")
+
+    @pydantic.model_validator(mode="after")
+    def _servers_have_a_store(self) -> GateConfig:
+        if bool(self.urls) != (self.store != "none"):
+            raise ValueError("urls and store belong together: give both or neither")
+        _check_urls(self.urls)
+        return self
 
 
 class CanaryConfig(Section):
@@ -167,4 +177,7 @@ class LiveConfig(Section):
         names = [cluster.name for cluster in self.clusters]
         if len(set(names)) != len(names):
             raise ValueError("clusters have different names")
+        stores = {store for each in self.clusters for store in (each.store, each.canary_store, each.holdback_store)}
+        if self.gate.urls and self.gate.store in stores:
+            raise ValueError("gate.store is a store of its own: versions that nobody has released are served from it")
         return self

@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,14 @@ class Remote:
 
     def __str__(self) -> str:
         return f"{self.chat.model} at {self.chat.url}"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model folder that servers compute with; `open` gives their client until its end."""
+
+    folder: Path
+    open: Callable[[], AbstractAsyncContextManager[EngineClient]]
 
 
 def remote(chat: ChatModel, key: str | None) -> Remote:
@@ -182,7 +190,7 @@ def evaluate_models(
 
 
 def measure_models(
-    models: Sequence[Path | Remote], measurement: Measurement, inference: EngineConfig
+    models: Sequence[Path | Remote | Served], measurement: Measurement, inference: EngineConfig
 ) -> list[EvalResult]:
     """Plays the tasks with each model, one model after the other. Raises UserError."""
     toolset = measurement.toolset()
@@ -212,7 +220,7 @@ def measure_models(
 
 
 def check_model(
-    model: Path | Remote,
+    model: Path | Remote | Served,
     inference: EngineConfig,
     rendered: Callable[[Path], Renderer],
     toolset: Toolset,
@@ -225,30 +233,37 @@ def check_model(
     if isinstance(model, Remote):
         check_reachable(model.chat)
         return None
-    check_device(inference.device, "device")
-    check_folder(model)
-    load_tokenizer(model)
-    renderer = rendered(model)
+    if isinstance(model, Path):
+        check_device(inference.device, "device")
+    folder = _folder(model)
+    check_folder(folder)
+    load_tokenizer(folder)
+    renderer = rendered(folder)
     say_dropped(renderer)
     check_context(renderer, toolset, context)
     return renderer
 
 
-def served_as(model: Path | Remote) -> list[Any]:
+def _folder(model: Path | Served) -> Path:
+    return model.folder if isinstance(model, Served) else model
+
+
+def served_as(model: Path | Remote | Served) -> list[Any]:
     """The files of a folder, or the options of an API: they differ between models of one name."""
     if isinstance(model, Remote):
         return [model.chat.api, model.chat.temperature]
-    files = ((path.name, path.stat()) for path in sorted(model.iterdir()) if path.is_file())
+    files = ((path.name, path.stat()) for path in sorted(_folder(model).iterdir()) if path.is_file())
     return [[name, status.st_size, status.st_mtime_ns] for name, status in files]
 
 
-def _label(model: Path | Remote) -> str:
+def _label(model: Path | Remote | Served) -> str:
     """The shown name of a model: a bundled model's name, or a folder's path from the current folder."""
     if isinstance(model, Remote):
         return str(model)
-    if model == bundled_model(model.name):
-        return model.name
-    return str(model.relative_to(Path.cwd()) if model.is_relative_to(Path.cwd()) else model)
+    folder = _folder(model)
+    if folder == bundled_model(folder.name):
+        return folder.name
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
 def _show(model: Path | Remote, result: EvalResult) -> None:
@@ -289,7 +304,7 @@ class _Journal:
             runfolder.write(self.folder / f"{name}-{episode.group_id}-{episode.member}.msgpack", encode(episode))
 
 
-def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Taskset, number: int) -> _Journal:
+def _open_journal(measurement: Measurement, model: Path | Remote | Served, taskset: Taskset, number: int) -> _Journal:
     """The journal of one model below `output`. Raises UserError if another measurement was written there."""
     if measurement.output is None:
         return _Journal(None)
@@ -321,7 +336,7 @@ def _open_journal(measurement: Measurement, model: Path | Remote, taskset: Tasks
 
 
 async def _measure(
-    model: Path | Remote,
+    model: Path | Remote | Served,
     taskset: Taskset,
     view: LiveView,
     inference: EngineConfig,
@@ -349,7 +364,7 @@ async def _measure(
 
 @asynccontextmanager
 async def _context(
-    model: Path | Remote, taskset: Taskset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
+    model: Path | Remote | Served, taskset: Taskset, sandbox: Sandbox, inference: EngineConfig, measurement: Measurement
 ) -> AsyncIterator[RolloutContext]:
     """The common settings of one model's episodes."""
     budget, toolset = measurement.budget, measurement.toolset()
@@ -359,13 +374,21 @@ async def _context(
 
 @asynccontextmanager
 async def opened_model(
-    model: Path | Remote, inference: EngineConfig, rendered: Callable[[Path], Renderer], context: int
+    model: Path | Remote | Served, inference: EngineConfig, rendered: Callable[[Path], Renderer], context: int
 ) -> AsyncIterator[Model]:
     """A model that can play; an engine serves a folder, with sequences of at most `context` tokens, until the end."""
     if isinstance(model, Remote):
         async with ChatClient(model.chat, model.key) as client:
             yield ChatAPI(client)
         return
+    opened = model.open() if isinstance(model, Served) else started_engine(model, inference, context)
+    async with opened as client:
+        yield EngineModel(client, rendered(_folder(model)), sampling_of(RolloutConfig()))
+
+
+@asynccontextmanager
+async def started_engine(model: Path, inference: EngineConfig, context: int) -> AsyncIterator[EngineClient]:
+    """The client of an engine of etude's that serves a folder until the end."""
     shared = inference.model_dump(include=set(EngineConfig.model_fields))
     serving = ServerConfig(**shared, model=str(model), port=0, max_model_len=context)
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as folder:
@@ -375,6 +398,6 @@ async def opened_model(
         try:
             url = await asyncio.to_thread(engine_url, engine, logs)
             async with EngineClient([url], token) as client:
-                yield EngineModel(client, rendered(model), sampling_of(RolloutConfig()))
+                yield client
         finally:
             engine.stop(10)

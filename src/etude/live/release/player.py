@@ -1,6 +1,7 @@
 """The gate's player: frozen suites played, and recent prefixes answered again, before a version answers users.
 
-Every version is exported once to a folder, and served by a separate engine for each measurement.
+Every version is exported once to a folder, and served by a separate engine of the recipe's kind for each measurement;
+or the servers `gate.urls` serve it, which follow `gate.store`.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ import asyncio
 import json
 import math
 import re
+import secrets
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx2
 import msgspec
 import numpy as np
 import sqlalchemy as sa
 
-from etude.config import EngineConfig, EvalConfig, InferenceConfig, RolloutConfig, SandboxConfig, ServerConfig
+from etude.config import EvalConfig, InferenceConfig, RLConfig, RolloutConfig
+from etude.errors import UserError
 from etude.evals import EvalResult
 from etude.live.learn.train import read_recipe
 from etude.live.learn.window import LiveContents
@@ -26,16 +32,18 @@ from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, open_blobs
 from etude.live.log.derive import Message, MessageCall, conversation, of_answer, schemas_of
 from etude.live.log.privacy import planted
-from etude.live.log.records import Release, ServedTurn, SignalKind, TurnContent, TurnKind
+from etude.live.log.records import Arm, Release, ServedTurn, SignalKind, TurnContent, TurnKind
 from etude.live.log.scrub import scrubbed
 from etude.live.release.operations import ReleaseSite
+from etude.live.release.releases import StoreTarget
 from etude.live.release.reports import SPLIT, GatePart
-from etude.protocol import GenerateRequest
-from etude.protocol.backends import EngineClient
+from etude.live.release.stores import bring, store_states
+from etude.protocol import GenerateRequest, bearer, own_token
+from etude.protocol.backends import EngineBackend, EngineClient, EtudeBackend, VllmBackend, VllmServer, WeightsOf
 from etude.records import Budget
 from etude.renderers import Renderer, renderer_for
-from etude.run.engines import engine_token, engine_url, spawn_engine
-from etude.run.evaluate import Measurement, measure_models
+from etude.run.engines import engine_token, start_engine, start_seconds
+from etude.run.evaluate import Measurement, Served, measure_models, started_engine
 from etude.store import open_store
 
 BAND = 0.05
@@ -45,6 +53,8 @@ LENGTH = 1.33
 MAX_KL = 0.5
 """The most nats per token from the incumbent, on the version's own answers."""
 _ANSWER_SECONDS = 600.0
+_FOLLOW_SECONDS = 600.0  # in which the gate's servers follow its store
+_POLL_SECONDS = 0.5
 _PROBE_TOKENS = 64
 _REFUSAL = re.compile(
     r"^\W{0,5}(?:i'?m sorry|i am sorry|sorry|i can(?:'t|not| not)|i'?m unable|i am unable|i won'?t)\b", re.I
@@ -77,13 +87,25 @@ class Player:
     """A context manager that plays versions: `measure` and `replay` are parameters of `gate`."""
 
     site: ReleaseSite
-    budget: Budget
-    inference: EngineConfig
-    dialect: str = "auto"
-    boxes: SandboxConfig | None = None
+    recipe: RLConfig | None = None
     _scratch: tempfile.TemporaryDirectory[str] = field(
         default_factory=lambda: tempfile.TemporaryDirectory(prefix="etude-gate-")
     )
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of an episode."""
+        return (self.recipe.rollout if self.recipe else RolloutConfig()).budget()
+
+    @property
+    def inference(self) -> InferenceConfig:
+        """The engine that is started for a version, and its size."""
+        return self.recipe.inference if self.recipe else InferenceConfig()
+
+    @property
+    def dialect(self) -> str:
+        """The dialect of the model."""
+        return self.recipe.model.dialect if self.recipe else "auto"
 
     def __enter__(self) -> Player:
         return self
@@ -92,19 +114,25 @@ class Player:
         self._scratch.cleanup()
 
     def model(self, release: Release) -> Path:
-        """The model folder of a release's content. Raises UserError."""
+        """The model folder of a release's content; with servers of the gate's own, the folder that versions began with,
+        whose tokenizer is the same. Raises UserError."""
+        base = self.site.base_folder(release.store)
+        if self.site.config.gate.urls:
+            return base
         from etude.weights.export import export
 
         out = Path(self._scratch.name) / release.manifest
         if not out.exists():
-            export(open_store(release.store), release.version, self.site.base_folder(release.store), out)
+            export(open_store(release.store), release.version, base, out)
         return out
 
     def measure(self, release: Release, suite: Path) -> EvalResult:
         """Plays a suite with real boxes. Raises UserError."""
         options = EvalConfig(samples=self.site.config.gate.samples)
-        measurement = Measurement([suite], options, self.budget, SPLIT, seed=0, dialect=self.dialect, boxes=self.boxes)
-        return measure_models([self.model(release)], measurement, self.inference)[0]
+        boxes = self.recipe.sandbox if self.recipe else None
+        measurement = Measurement([suite], options, self.budget, SPLIT, seed=0, dialect=self.dialect, boxes=boxes)
+        served = Served(self.model(release), lambda: self._served(release))
+        return measure_models([served], measurement, self.inference)[0]
 
     def replay(self, release: Release, incumbent: Release | None) -> GatePart:
         """Answers recent consented prefixes with both versions. Raises UserError."""
@@ -131,49 +159,97 @@ class Player:
         self, release: Release, prompts: Sequence[Prefix], renderer: Renderer, scored: Sequence[Answer] = ()
     ) -> tuple[list[Answer], list[list[float]]]:
         """Answers to the prefixes (to probes the likeliest answer), and log-probabilities of the answers `scored`."""
-        folder, budget = self.model(release), self.budget
-        shared = self.inference.model_dump(include=set(EngineConfig.model_fields))
-        serving = ServerConfig(**shared, model=str(folder), port=0, max_model_len=budget.context)
-        with tempfile.TemporaryDirectory(prefix="etude-replay-") as logs:
-            token = engine_token()
-            engine = spawn_engine(serving, Path(logs), token=token)
-            try:
-                url = await asyncio.to_thread(engine_url, engine, Path(logs))
-                gate = asyncio.Semaphore(self.inference.max_batch)
-                async with EngineClient([url], token) as client:
+        budget, gate = self.budget, asyncio.Semaphore(self.inference.max_batch)
+        async with self._served(release) as client:
+            (url, *_) = client.serving
 
-                    async def answer(number: int, prefix: Prefix) -> Answer:
-                        room = min(budget.tokens, budget.context - len(prefix.prompt))
-                        request = GenerateRequest(
-                            ids=prefix.prompt,
-                            max_tokens=min(room, _PROBE_TOKENS) if prefix.probe else room,
-                            stop=tuple(renderer.stop_ids),
-                            seed=number,
-                            temperature=0.0 if prefix.probe else 1.0,
-                        )
-                        async with gate:
-                            made = await client.generate(request, _ANSWER_SECONDS)
-                        return read_answer(prefix, renderer, made.ids, made.logprobs, made.finish_reason)
+            async def answer(number: int, prefix: Prefix) -> Answer:
+                room = min(budget.tokens, budget.context - len(prefix.prompt))
+                request = GenerateRequest(
+                    ids=prefix.prompt,
+                    max_tokens=min(room, _PROBE_TOKENS) if prefix.probe else room,
+                    stop=tuple(renderer.stop_ids),
+                    seed=number,
+                    temperature=0.0 if prefix.probe else 1.0,
+                )
+                async with gate:
+                    made = await client.generate(request, _ANSWER_SECONDS)
+                return read_answer(prefix, renderer, made.ids, made.logprobs, made.finish_reason)
 
-                    async def score(prefix: Prefix, other: Answer) -> list[float]:
-                        async with gate:
-                            sequences = await client.score(url, [[*prefix.prompt, *other.ids]], _ANSWER_SECONDS)
-                        assert sequences is not None, "a folder's engine changes no version"
-                        return sequences.logprobs[0][len(prefix.prompt) - 1 :]
+            async def score(prefix: Prefix, other: Answer) -> list[float]:
+                async with gate:
+                    sequences = await client.score(url, [[*prefix.prompt, *other.ids]], _ANSWER_SECONDS)
+                if sequences is None:
+                    raise UserError(f"{url} changed its weights while the gate measured: nothing else may feed it")
+                return sequences.logprobs[0][len(prefix.prompt) - 1 :]
 
-                    answers = await asyncio.gather(*(answer(n, p) for n, p in enumerate(prompts)))
-                    scores = await asyncio.gather(*(score(p, o) for p, o in zip(prompts, scored, strict=False)))
-                    return list(answers), list(scores)
-            finally:
-                engine.stop(10)
+            answers = await asyncio.gather(*(answer(n, p) for n, p in enumerate(prompts)))
+            scores = await asyncio.gather(*(score(p, o) for p, o in zip(prompts, scored, strict=False)))
+            return list(answers), list(scores)
+
+    @asynccontextmanager
+    async def _served(self, release: Release) -> AsyncIterator[EngineClient]:
+        """The client of servers of a release: those of the gate, which follow its store, or one that is started."""
+        gate, context = self.site.config.gate, self.budget.context
+        if gate.urls:
+            version = await asyncio.to_thread(self._bring, release)
+            urls = [url.rstrip("/") for url in gate.urls]
+            async with EngineClient(urls, own_token(), self._backend()) as client:
+                for url in urls:
+                    client.serve(url, version)
+                yield client
+        elif self.recipe is None or self.inference.engine == "etude":
+            async with started_engine(self.model(release), self.inference, context) as client:
+                yield client
+        else:
+            async with started_vllm(self.recipe, self.model(release), self._backend()) as client:
+                yield client
+
+    def _backend(self) -> EngineBackend:
+        """The kind of the servers: that of the recipe's."""
+        if self.inference.engine == "etude":
+            return EtudeBackend()
+        return VllmBackend(f"gate-{secrets.token_hex(8)}", WeightsOf(""), context=self.budget.context)
+
+    def _bring(self, release: Release) -> int:
+        """Brings the gate's store and servers to a release; returns the version's number there. Raises UserError."""
+        gate = self.site.config.gate
+        target = StoreTarget("gate", Arm.CONTROL, gate.store, gate.urls, release, 0)
+        if why := bring([target], self.site.key, self.site.base).get(target):
+            raise UserError(why)
+        deadline = time.monotonic() + _FOLLOW_SECONDS
+        while True:
+            (state,) = store_states([target])
+            if not state.lagging and state.version is not None:
+                return state.version
+            if time.monotonic() > deadline:
+                late = state.lagging[0]
+                why = late.error or f"it serves version {late.version}"
+                raise UserError(f"{late.url} of the gate does not follow {gate.store}: {why}")
+            time.sleep(_POLL_SECONDS)
+
+
+@asynccontextmanager
+async def started_vllm(recipe: RLConfig, model: Path, backend: EngineBackend) -> AsyncIterator[EngineClient]:
+    """The client of a vLLM server with the options of a recipe, which serves a folder as version 0 until the end."""
+    own = {"model": recipe.model.model_copy(update={"path": str(model)})}
+    config, token = recipe.model_copy(update=own), engine_token()
+    with tempfile.TemporaryDirectory(prefix="etude-gate-vllm-") as logs:
+        engine = start_engine(model, config, Path(logs), token)
+        try:
+            url = await asyncio.to_thread(engine.url, start_seconds(config.inference, model))
+            async with httpx2.AsyncClient(trust_env=False, headers=bearer(token)) as http:
+                await VllmServer(http, url).send("POST", "/update_weight_version", body={"new_version": "0"})
+            async with EngineClient(token=token, backend=backend) as client:
+                client.serve(url, 0)
+                yield client
+        finally:
+            engine.child.stop(10)
 
 
 def player_of(site: ReleaseSite) -> Player:
     """A player with budget, engine, dialect and [sandbox] of the recipe `train`, or of defaults. Raises UserError."""
-    if site.config.train is None:
-        return Player(site, RolloutConfig().budget(), InferenceConfig())
-    recipe = read_recipe(site.config.train)
-    return Player(site, recipe.rollout.budget(), recipe.inference, recipe.model.dialect, recipe.sandbox)
+    return Player(site, None if site.config.train is None else read_recipe(site.config.train))
 
 
 def prefixes(site: ReleaseSite, most: int) -> list[Prefix]:
