@@ -342,7 +342,11 @@ def consented(made: Site, request: str, number: int) -> None:
 def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RLConfig, dict[str, Any]]]:
     """A recipe, and options of the gate: an engine is started for each version, or servers follow the gate's store."""
     options = {"turns": 3, "tokens": 256, "context": 1024, "seconds": 60}
-    inference = {"engine": "vllm", "python": PYTHON, "max_batch": 8} if request.param == "vllm" else {"threads": 1}
+    inference = (
+        {"engine": "vllm", "python": PYTHON, "max_batch": 8, "args": ["--enforce-eager"]}
+        if request.param == "vllm"
+        else {"threads": 1}
+    )
     table = {"stage": "rl", "model": {"path": "nano"}, "rollout": options, "inference": inference}
     recipe = validate(RLConfig, table | {"tasks": {"dataset": str(tmp_path / "suite")}}, "test")
     if request.param != "urls":

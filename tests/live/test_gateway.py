@@ -873,3 +873,17 @@ def test_answers_of_other_servers_are_kept_as_text(tmp_path, is_stream):
     exits = cut_window(engine, contents, LabelsConfig(delay_seconds=1e-6, window_seconds=1e-6)).exits
     assert [each.reason for each in exits] == ["no_tokens"]
     engine.dispose()
+
+
+def test_a_long_answer_of_another_server_passes_and_its_text_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(proxy, "MAX_COPY", 1000)
+    body = msgspec.json.encode({"choices": [{"message": {"content": "x" * 2000}, "finish_reason": "stop"}]})
+    answered = lambda _: Response(body, media_type="application/json")  # noqa: E731
+    with answering(Starlette(routes=[Route("/v1/chat/completions", answered, methods=["POST"])])) as url:
+        config = live_config(tmp_path, url)
+        with running_gateway(config) as (gateway, at), client(at, new_key(config, consent=True)) as http:
+            until(lambda: http.get("/v1/models").status_code != 401)
+            assert http.post("/v1/chat/completions", json=CHAT).content == body
+            until(lambda: not gateway.recorder.open)
+    (turn,) = rows(config, schema.turns)
+    assert (turn["reason"], turn["blob"]) == ("no_tokens", None)

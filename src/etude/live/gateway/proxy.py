@@ -114,7 +114,8 @@ class AnswerProxy:
                         if answer.status == 200 and request.dialect is not None and (own := name.feed(part)):
                             self._recorder.name(request, own)
                         if request.copy is not None:
-                            request.copy = request.copy + part if len(request.copy) < MAX_COPY else None
+                            request.copy += part
+                            request.copy = request.copy if len(request.copy) <= MAX_COPY else None
                         await send({"type": "http.response.body", "body": part, "more_body": True})
                     await send({"type": "http.response.body", "body": b""})
                 finally:

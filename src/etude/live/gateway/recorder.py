@@ -83,20 +83,20 @@ class TurnRecorder:
             if request.consent.policy == "header":
                 self._queue.withdraw(request.account, request.key.tenant)
             self._queue.append(ServedEntry(request.id, request.turn_key, request.account, request.answer))
-        elif len(self._fetches) >= _MAX_FETCHES or self._fetched_bytes + len(request.body) > _MAX_FETCHED_BYTES:
+        elif len(self._fetches) >= _MAX_FETCHES or self._fetched_bytes + request.size > _MAX_FETCHED_BYTES:
             self._queue.drop("queue_full")
             self._queue.count(request.counter_key, "dropped")
         else:
             task = asyncio.create_task(self._record(request, server, time.monotonic() - request.began))
             self._fetches.add(task)
-            self._fetched_bytes += len(request.body)
+            self._fetched_bytes += request.size
             task.add_done_callback(lambda _: self._fetched(task, request))
             return True
         return False
 
     def _fetched(self, task: asyncio.Task[None], request: TurnRequest) -> None:
         self._fetches.discard(task)
-        self._fetched_bytes -= len(request.body)
+        self._fetched_bytes -= request.size
         self._settle(request)
 
     def _settle(self, request: TurnRequest) -> None:

@@ -60,6 +60,11 @@ class TurnRequest:
     is_stream: bool = False  # of server-sent events
 
     @property
+    def size(self) -> int:
+        """Bytes of the request and of the answer's copy."""
+        return len(self.body) + len(self.copy or b"")
+
+    @property
     def dialect(self) -> str | None:
         """The dialect of the turn; None if the path has no turns."""
         return DIALECTS.get(self.path)

@@ -156,4 +156,9 @@ def _server(url: str) -> ServerState:
     except httpx2.HTTPError as e:
         return ServerState(url, None, None, f"{type(e).__name__} {e}".strip())
     except (ValueError, KeyError, TypeError):
-        return ServerState(url, None, None, "it tells no version and digest: it is no `etude serve`")
+        return ServerState(
+            url,
+            None,
+            None,
+            "it tells no version and digest: it is no `etude serve`, and no vLLM with etude's TurnKeeper",
+        )
