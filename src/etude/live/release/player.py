@@ -81,6 +81,7 @@ class Player:
     inference: EngineConfig
     dialect: str = "auto"
     boxes: SandboxConfig | None = None
+    tools: tuple[str, ...] = ()  # of the agent, by name; none: all
     _scratch: tempfile.TemporaryDirectory[str] = field(
         default_factory=lambda: tempfile.TemporaryDirectory(prefix="etude-gate-")
     )
@@ -103,7 +104,16 @@ class Player:
     def measure(self, release: Release, suite: Path) -> EvalResult:
         """Plays a suite with real boxes. Raises UserError."""
         options = EvalConfig(samples=self.site.config.gate.samples)
-        measurement = Measurement([suite], options, self.budget, SPLIT, seed=0, dialect=self.dialect, boxes=self.boxes)
+        measurement = Measurement(
+            [suite],
+            options,
+            self.budget,
+            SPLIT,
+            seed=0,
+            dialect=self.dialect,
+            tools=self.tools,
+            boxes=self.boxes,
+        )
         return measure_models([self.model(release)], measurement, self.inference)[0]
 
     def replay(self, release: Release, incumbent: Release | None) -> GatePart:
@@ -169,11 +179,14 @@ class Player:
 
 
 def player_of(site: ReleaseSite) -> Player:
-    """A player with budget, engine, dialect and [sandbox] of the recipe `train`, or of defaults. Raises UserError."""
+    """A player with budget, engine, dialect, tools and [sandbox] of the recipe `train`, or of defaults. Raises
+    UserError."""
     if site.config.train is None:
         return Player(site, RolloutConfig().budget(), InferenceConfig())
     recipe = read_recipe(site.config.train)
-    return Player(site, recipe.rollout.budget(), recipe.inference, recipe.model.dialect, recipe.sandbox)
+    return Player(
+        site, recipe.rollout.budget(), recipe.inference, recipe.model.dialect, recipe.sandbox, recipe.rollout.tools
+    )
 
 
 def prefixes(site: ReleaseSite, most: int) -> list[Prefix]:
