@@ -22,7 +22,7 @@ from etude.run.engines import engine_url, spawn_engine
 from etude.store import open_store
 from etude.weights import model_folder, newest_manifest
 
-_START_SECONDS = 120.0
+_START_SECONDS = 300.0
 _FIRM, _KEY = "firm", "users"
 
 

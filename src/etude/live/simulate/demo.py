@@ -31,7 +31,7 @@ from etude.live.legs import LegKind, leg_of, step
 from etude.live.log import journal, schema
 from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
-from etude.live.release.operations import ReleaseSite, start, wait
+from etude.live.release.operations import ReleaseSite, refuse, start, wait
 from etude.live.release.releases import ReleaseLog, ReleaseState
 from etude.live.release.reports import DISCORDANT, SPLIT, GateReport, keep_report, read_report
 from etude.live.simulate import figures
@@ -100,9 +100,20 @@ class _Story:
 
     def run(self) -> None:
         """All that is left to do."""
+        self._go_on()
         while self._next():
             self._keep()
         self._keep()
+
+    def _go_on(self) -> None:
+        """Brings servers that have just started to the rows. The stage of a release on trial begins again: nobody used
+        it while the demo was stopped."""
+        trial = self._site.read().trial
+        if trial is not None:
+            why = "the demo was stopped, and goes on"
+            releases.append(self._site.engine, trial, trial.stage, trial.share, why, _US)
+            start(self._site, trial.release.manifest, trial.release.version)
+            self._wait_for_servers()
 
     def _next(self) -> bool:
         """Does the next part; False after the last."""
@@ -243,7 +254,8 @@ class _Story:
         start(self._site, manifest.live, 0)
 
     def _watch(self, trial: ReleaseState) -> None:
-        """Watches the canary of a release, with users, until the release is for all accounts or rolled back."""
+        """Watches the canary of a release, with users, until the release is for all accounts or rolled back. What shows
+        neither in time is rolled back, as a person would."""
         number, events = trial.release.number, len(trial.events)
         self._log(f"release {number} is on trial")
         deadline = time.monotonic() + self.done.sizes.canary_seconds
@@ -259,7 +271,10 @@ class _Story:
             if state.stage in (ReleaseStage.RELEASED, ReleaseStage.ROLLED_BACK):
                 break
             if time.monotonic() > deadline:
-                raise RunFailed(f"release {number} was not decided on; see {self._cluster.logs}")
+                if _is_planted(trial):
+                    raise RunFailed(f"release {number} was not decided on; see {self._cluster.logs}")
+                refuse(self._site, _US, "nothing was shown in time")
+                continue
             time.sleep(_TICK_SECONDS)
         self._users.end()
 

@@ -106,7 +106,7 @@ class LiveDemo:
 
 def keep(folder: Path, done: LiveDemo) -> None:
     """Writes the figures to the disk, as a whole. Raises UserError."""
-    runfolder.write(folder / FILE, msgspec.json.format(msgspec.json.encode(done)), runfolder.PRIVATE)
+    runfolder.write(folder / FILE, msgspec.json.encode(done) + b"\n", runfolder.PRIVATE)
 
 
 def load(folder: Path) -> LiveDemo:
