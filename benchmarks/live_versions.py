@@ -55,9 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.model == SMOLLM2.model.name:
             make_model(_say)
         done = run(folder, done, _say)
-    except (UserError, RunFailed) as e:
+    except UserError as e:
+        print(e, file=sys.stderr)
+        return 2
+    except RunFailed as e:
         print(f"{e}\nThe same command goes on.", file=sys.stderr)
-        return 2 if isinstance(e, UserError) else 3
+        return 3
     print(figures.report(done))
     faults = verdict(done)
     print("\n".join(faults) or "Preference rose, and correctness was kept.")
