@@ -14,7 +14,7 @@ GPU_PACKAGES ?= cffi cryptography huggingface-hub pycparser safetensors tokenize
 # Runs what failed once more, alone, and writes what passed then to .ci/flaky.txt.
 SUITE = $(BIN)/python -m tests.helpers.suite
 
-.PHONY: setup demo demo-real demo-live check test smoke test-slow gpu gpu-parts gpu-run gpu-wheels vllm repositories device fuzz lint format bench lock matrix install-check release package agents harbor chaos mutants fleet-clock test-triton
+.PHONY: setup demo demo-real demo-live check test smoke test-slow gpu gpu-parts gpu-run gpu-wheels vllm live-versions repositories device fuzz lint format bench lock matrix install-check release package agents harbor chaos mutants fleet-clock test-triton
 
 setup: .venv/installed
 
@@ -152,6 +152,11 @@ vllm: .venv/installed-dev $(if $(ETUDE_VLLM_PYTHON),,.venv/vllm/installed)
 # Kills, flipped bytes, restarts of PostgreSQL, full disks and jumping clocks; about five hours, and can be resumed.
 chaos: .venv/installed-dev
 	$(BIN)/python -m tests.helpers.chaos outputs/chaos --seed $(SEED)
+
+# Many versions that simulated users teach, and whether they stay good; hours, and can be resumed. MODEL=smollm2
+# WINDOWS=2 is of a pretrained model, which the command first trains.
+live-versions: .venv/installed-dev
+	$(BIN)/python -m benchmarks.live_versions --model $(or $(MODEL),nano) $(WINDOWS:%=--windows %)
 
 # Random mistakes in all rooms, and whether the fast suite notices; hours, and can be resumed.
 mutants: .venv/installed-dev

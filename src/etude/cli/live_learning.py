@@ -17,6 +17,7 @@ from etude.errors import UserError
 
 if TYPE_CHECKING:
     from etude.live.learn import WindowResult
+    from etude.live.simulate.figures import LiveDemo
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _DEMO_FOLDER = Path("outputs/live-demo")
@@ -175,33 +176,54 @@ def run_train(arguments: argparse.Namespace) -> None:
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
     """Flags of `etude live demo`."""
-    parser.add_argument("--seed", type=int, default=1, help="of users, requests and the planted version (default: 1)")
-    parser.add_argument("--windows", type=int, default=3, metavar="N", help="windows to learn from (default: 3)")
+    parser.add_argument("--seed", type=int, help="of users, requests and the planted version (default: 1)")
+    parser.add_argument("--windows", type=int, metavar="N", help="windows to learn from (default: 3)")
+    parser.add_argument("--resume", action="store_true", help="continue the last demo where it stopped")
     add_json(parser)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Writes outputs/live-demo/report.md; 1 if no version was released, or the planted one was. Raises UserError or
     RunFailed."""
-    if not 1 <= arguments.windows <= 100:
-        raise UserError(f"--windows {arguments.windows}: give a number from 1 to 100")
     if importlib.util.find_spec("openai") is None:
         raise UserError("the users of the demo ask with OpenAI's client library: pip install openai")
-    from etude.live.simulate.demo import as_json, report
+    from etude.live.simulate import figures
     from etude.live.simulate.demo import run as run_live_demo
 
     folder = _DEMO_FOLDER.absolute()
-    if folder.exists():
-        print(f"the earlier demo was moved to {set_aside(folder)}")
-    folder.mkdir(parents=True, mode=0o700)
-    arguments.interrupted = f"what it did lies in {folder}"
-    done = run_live_demo(folder, arguments.seed, arguments.windows, lambda text: print(text, flush=True))
-    text = report(done)
+    begun = figures.load(folder) if arguments.resume else None
+    if begun is not None and (arguments.seed, arguments.windows) != (None, None):
+        raise UserError("a resumed demo keeps its seed and windows: give --resume alone")
+    if begun is None:
+        seed, windows = arguments.seed, arguments.windows
+        begun = _begin_demo(folder, 1 if seed is None else seed, 3 if windows is None else windows)
+    arguments.interrupted = "`etude live demo --resume` goes on"
+    done = run_live_demo(folder, begun, lambda text: print(text, flush=True))
+    text = figures.report(done)
     (folder / "report.md").write_text(text, "utf-8")
     print(f"\n{text}\n{folder}/report.md")
     if arguments.json:
-        print(json.dumps(as_json(done)))
+        print(json.dumps(figures.as_json(done)))
     return int(not (done.released and done.planted_stopped))
+
+
+def _begin_demo(folder: Path, seed: int, windows: int) -> LiveDemo:
+    """The figures of a new demo, in a new folder; an earlier demo, which must not be running, is moved. Raises
+    UserError."""
+    from etude import runfolder
+    from etude.live.simulate import figures
+
+    if not 1 <= windows <= 100:
+        raise UserError(f"--windows {windows}: give a number from 1 to 100")
+    if seed < 0:
+        raise UserError(f"--seed {seed}: give a number from 0")
+    if folder.exists():
+        with runfolder.lock(folder):
+            print(f"the earlier demo was moved to {set_aside(folder)}")
+    folder.mkdir(parents=True, mode=0o700)
+    begun = figures.LiveDemo("nano", seed, windows)
+    figures.keep(folder, begun)
+    return begun
 
 
 # requests -------------------------------------------------------------------------------------------------------------

@@ -18,4 +18,5 @@ PUBLIC = (
     "release.operations",
     "release.overview",
     "simulate.demo",
+    "simulate.figures",
 )

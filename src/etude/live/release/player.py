@@ -107,6 +107,11 @@ class Player:
         """The dialect of the model."""
         return self.recipe.model.dialect if self.recipe else "auto"
 
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """The agent's tools by name; () for all."""
+        return self.recipe.rollout.tools if self.recipe else ()
+
     def __enter__(self) -> Player:
         return self
 
@@ -129,8 +134,19 @@ class Player:
     def measure(self, release: Release, suite: Path) -> EvalResult:
         """Plays a suite with real boxes. Raises UserError."""
         options = EvalConfig(samples=self.site.config.gate.samples)
-        boxes = self.recipe.sandbox if self.recipe else None
-        measurement = Measurement([suite], options, self.budget, SPLIT, seed=0, dialect=self.dialect, boxes=boxes)
+        recipe = self.recipe
+        measurement = Measurement(
+            [suite],
+            options,
+            self.budget,
+            SPLIT,
+            seed=0,
+            dialect=self.dialect,
+            chat_template_kwargs=recipe.model.chat_template_kwargs if recipe else {},
+            tools=self.tools,
+            custom_tools=recipe.rollout.custom_tools if recipe else (),
+            boxes=recipe.sandbox if recipe else None,
+        )
         served = Served(self.model(release), lambda: self._served(release))
         return measure_models([served], measurement, self.inference)[0]
 
@@ -141,7 +157,8 @@ class Player:
         probes = planted(Path(config.folder))
         if not recent and not probes:
             return GatePart(name="replay", passed=True, reason="no consented turns are there to be answered again")
-        renderer = renderer_for(self.model(release), self.dialect, {})
+        kwargs = self.recipe.model.chat_template_kwargs if self.recipe else {}
+        renderer = renderer_for(self.model(release), self.dialect, kwargs)
         prompts = [Prefix(renderer.plain(probe.prompt), (), {}, probe=True) for probe in probes]
         answers, _ = asyncio.run(self._answers(release, [*recent, *prompts], renderer))
         new, completions = answers[: len(recent)], answers[len(recent) :]
@@ -248,7 +265,7 @@ async def started_vllm(recipe: RLConfig, model: Path, backend: EngineBackend) ->
 
 
 def player_of(site: ReleaseSite) -> Player:
-    """A player with budget, engine, dialect and [sandbox] of the recipe `train`, or of defaults. Raises UserError."""
+    """A player with the settings of the recipe `train`, or with defaults. Raises UserError."""
     return Player(site, None if site.config.train is None else read_recipe(site.config.train))
 
 

@@ -1,6 +1,6 @@
-"""Simulated users of the nano model: their requests through the gateway, and their reactions to the answers.
+"""Simulated users of a small model: their requests through the gateway, and their reactions to the answers.
 
-    requests    functions of a library, each broken at one token, for the nano model to mend
+    requests    functions of a library, each broken at one token, for the model to mend
     judged      the effect of an answer on a function: whether it can be applied, changes a condition, is right
     Users       accounts that send requests by OpenAI's client library, and signals on every edit to the gateway
 
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import difflib
 import json
 import re
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ import blake3
 import httpx2
 import numpy as np
 
-from etude.code import OPERATORS, mutants
+from etude import runfolder
+from etude.code import OPERATORS, lines_of, mutants
 from etude.code.functions import functions
 from etude.errors import RunFailed, UserError
 from etude.harness import EditError, view_of
@@ -35,9 +37,9 @@ from etude.live.simulate.users import SimulatedAccounts, properties_of
 
 CONDITION = r"\b(?:if|elif|while)\b"
 """The house rule: the lines that a change adds hold a condition."""
-TOKENS = 160  # of an answer
 _BREAKS = ("negate_cond", "op_flip", "bool_flip")
 _LINES, _PER_FUNCTION = 20, 4
+_OTHERS = {"tests", "docs", "setup.py"}
 _TRIES, _PAUSE_SECONDS = 20, 0.5  # of sending a signal
 _SECONDS = 120.0  # of one request
 
@@ -63,7 +65,10 @@ def requests(library: Path, seed: int, heldout: float) -> tuple[list[FunctionReq
     UserError for a library without functions that can be broken."""
     operators = {name: OPERATORS[name] for name in _BREAKS}
     by_function: dict[str, list[FunctionRequest]] = {}
-    for file in sorted((library / "src").rglob("*.py")):
+    sources = library / "src" if (library / "src").is_dir() else library
+    for file in sorted(sources.rglob("*.py")):
+        if _OTHERS & set(file.relative_to(library).parts):
+            continue
         path, text = file.relative_to(library).as_posix(), file.read_text("utf-8")
         for function in functions(path, text):
             if not 1 <= function.body_lines <= _LINES:
@@ -76,13 +81,37 @@ def requests(library: Path, seed: int, heldout: float) -> tuple[list[FunctionReq
                     made = FunctionRequest(function.id, name, path, source, right)
                     by_function.setdefault(function.id, []).append(made)
     if len(by_function) < 2:
-        raise UserError(f"{library}/src holds no functions that can be broken")
+        raise UserError(f"{library} holds no functions that can be broken")
     names = np.random.default_rng((seed, 1)).permutation(sorted(by_function)).tolist()
     kept = round(len(names) * heldout)
     return (
         [made for name in names[kept:] for made in by_function[name]],
         [made for name in names[:kept] for made in by_function[name]],
     )
+
+
+def answered(request: FunctionRequest) -> dict[str, Any]:
+    """A request with the right answer as a chat, to train on: one call of the tool `edit`, whose lines are in the
+    function once."""
+    before, after = lines_of(request.source), lines_of(request.right)
+    matches = difflib.SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks()
+    same = matches[0].size if matches[0].a == matches[0].b == 0 else 0
+    end = matches[-2].size if len(matches) > 1 and matches[-2].a + matches[-2].size == len(before) else 0
+    end = min(end, len(before) - same, len(after) - same)
+    while request.source.count(old := "\n".join(before[same : len(before) - end])) != 1 or not old:
+        same, end = (same - 1, end) if same else (same, end - 1)
+    arguments = {"old": old, "new": "\n".join(after[same : len(after) - end])}
+    call = {"name": "edit", "arguments": json.dumps(arguments)}
+    return {
+        "messages": [
+            {"role": "user", "content": request.prompt},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "call_0", "type": "function", "function": call}],
+            },
+        ]
+    }
 
 
 @dataclass(frozen=True)
@@ -131,18 +160,27 @@ class UsedTurn:
     error: str = ""
 
 
-async def answers(url: str, wanted: Sequence[FunctionRequest], seed: int, at_once: int) -> list[Judgement]:
+@dataclass(frozen=True)
+class UserModel:
+    """The model of requests, by its name there. `tokens`: most of an answer; `at_once`: requests of all users."""
+
+    name: str
+    tokens: int
+    at_once: int
+
+
+async def answers(url: str, model: UserModel, wanted: Sequence[FunctionRequest], seed: int) -> list[Judgement]:
     """One answer to each request, with a seed by its number. Raises RunFailed if a request fails."""
     import openai
 
-    slots = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(model.at_once)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3, timeout=_SECONDS) as client:
 
         async def one(number: int, request: FunctionRequest) -> Judgement:
             messages: Any = [{"role": "user", "content": request.prompt}]
             async with slots:
                 completion = await client.chat.completions.create(
-                    model="nano", messages=messages, max_tokens=TOKENS, seed=1000 * seed + number
+                    model=model.name, messages=messages, max_tokens=model.tokens, seed=1000 * seed + number
                 )
             return judged(request, completion.choices[0].message.tool_calls or ())
 
@@ -153,34 +191,37 @@ async def answers(url: str, wanted: Sequence[FunctionRequest], seed: int, at_onc
 
 
 class Users:
-    """Accounts that use a gateway from `begin` to `end`, `at_once` at a time, on a separate thread. Their firm's proxy
-    has the `key`, and signs their names with its `secret`."""
+    """Accounts that use a gateway from `begin` to `end`, on a separate thread. Their firm's proxy has the `key`, and
+    signs their names with its `secret`. Each turn is a line of the file `kept`, whose lines are the first turns: who
+    asks what next follows from the seed and their number."""
 
     def __init__(
         self,
         url: str,
         key: str,
         secret: str,
+        model: UserModel,
         population: SimulatedAccounts,
         wanted: Sequence[FunctionRequest],
         window_seconds: float,
-        rng: np.random.Generator,
-        at_once: int = 12,
+        seed: int,
+        kept: Path,
     ) -> None:
-        self.turns: list[UsedTurn] = []
+        rows = runfolder.read_jsonl(kept, ("account", "utility"), ("turn", "error"))
+        self.turns = [UsedTurn(**row) for row in rows]
         self.lost = 0  # signals that the gateway never took
         self._url, self._key, self._population, self._requests = url, key, population, wanted
-        self._secret = secret
-        self._window, self._rng, self._at_once = window_seconds, rng, at_once
-        self._house_A = rng.beta(6, 4, population.size)  # hidden weights of the house rule
+        self._secret, self._model, self._window, self._seed, self._kept = secret, model, window_seconds, seed, kept
+        self._rng = np.random.default_rng((seed, 5))
+        self._house_A = self._rng.beta(6, 4, population.size)  # hidden weights of the house rule
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._failed: Exception | None = None
         self._numbers: dict[int, int] = {}  # signals of each account's client
-        self._turn = 0
 
     def begin(self) -> None:
         """Starts the users."""
+        self._rng = np.random.default_rng((self._seed, 6, len(self.turns)))
         self._stop.clear()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -195,7 +236,7 @@ class Users:
         if self._failed is not None:
             raise self._failed
 
-    def use(self, count: int, seconds: float = 600.0) -> None:
+    def use(self, count: int, seconds: float = 3600.0) -> None:
         """Runs the users for `count` turns. Raises RunFailed if that takes longer than `seconds`."""
         wanted, deadline = len(self.turns) + count, time.monotonic() + seconds
         self.begin()
@@ -231,35 +272,39 @@ class Users:
                         signals.add(task := asyncio.ensure_future(telling))
                         task.add_done_callback(signals.discard)
 
-            await asyncio.gather(*(ask() for _ in range(self._at_once)))
+            await asyncio.gather(*(ask() for _ in range(self._model.at_once)))
             await asyncio.gather(*signals)
 
     async def _ask(self, client: Any, http: httpx2.AsyncClient) -> Any:
         """One turn; returns the coroutine that sends its signals, None without an answer."""
         import openai
 
-        population, self._turn = self._population, self._turn + 1
+        population, model = self._population, self._model
         account = int(self._rng.choice(population.size, p=population.activity_A))
         request = self._requests[int(self._rng.integers(len(self._requests)))]
         name = f"user-{account}"
-        headers = {"x-etude-user": name, "x-etude-session": f"{name} {self._turn}"}
+        headers = {"x-etude-user": name, "x-etude-session": ulid()}
         headers["x-etude-user-signature"] = signature_of(self._secret, name)
         if population.consent_A[account]:
             headers["x-etude-consent"] = "train"
         messages: Any = [{"role": "user", "content": request.prompt}]
         try:
             raw = await client.chat.completions.with_raw_response.create(
-                model="nano", messages=messages, max_tokens=TOKENS, extra_headers=headers
+                model=model.name, messages=messages, max_tokens=model.tokens, extra_headers=headers
             )
         except openai.OpenAIError as e:
-            self.turns.append(UsedTurn(account, "", 0.0, f"{type(e).__name__}: {e}"[:200]))
+            self._keep(UsedTurn(account, "", 0.0, f"{type(e).__name__}: {e}"[:200]))
             await asyncio.sleep(_PAUSE_SECONDS)
             return None
         judgement = judged(request, raw.parse().choices[0].message.tool_calls or ())
         utility = worth(judgement, float(self._house_A[account]))
         turn = raw.headers["x-etude-generation"]
-        self.turns.append(UsedTurn(account, turn, utility))
+        self._keep(UsedTurn(account, turn, utility))
         return self._tell(http, account, turn, request, judgement, utility)
+
+    def _keep(self, turn: UsedTurn) -> None:
+        runfolder.append_json(self._kept, asdict(turn))
+        self.turns.append(turn)
 
     async def _tell(
         self,

@@ -1,192 +1,299 @@
-"""The live loop as a demo: simulated users teach the nano model, through the processes that serve real ones.
+"""The live loop as a demo: simulated users teach a model, through the processes that serve real ones.
 
     servers    one cluster of two `etude serve`, of the control and of the canary, each with a weight store
-    gateway    `etude live serve` before them; users ask with OpenAI's client library (clients.py)
+    gateway    `etude live serve` before them (cluster.py); users ask with OpenAI's client library (clients.py)
     loop       the legs of `etude live run`, one after the other: kept and undone edits train a version, the gate plays
                a frozen suite of the same library, the canary goes to 10, 50 and 100 % while users go on
 
-After the first release a version with damaged weights bypasses the gate, and the canary has to stop it. Held-out
+After the first window a version with damaged weights bypasses the gate, and the canary has to stop it. Held-out
 requests are about functions that no user's request is about.
+
+The next part of the story follows from the log's rows, and figures are on the disk before the row that they belong to
+(figures.py), so a demo that was killed goes on with the same windows and users.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 import sqlalchemy as sa
 
-from etude import processes
+from etude import runfolder
 from etude.code import fetch_library
-from etude.config import (
-    BuildConfig,
-    LiveConfig,
-    ServerConfig,
-    WeightSource,
-    bundled,
-    find_model,
-    validate,
-)
 from etude.errors import RunFailed, UserError
-from etude.evals import Estimate, mean_difference
+from etude.evals import defended_margin
 from etude.live.legs import LegKind, leg_of, step
-from etude.live.log import schema
-from etude.live.log.accounts import Accounts
-from etude.live.log.records import LivePolicy, Release, ReleaseStage
-from etude.live.log.tenants import create_key, digest_of, set_policy
+from etude.live.log import journal, schema
+from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import releases
-from etude.live.release.operations import ReleaseSite, open_site, start, wait
-from etude.live.release.reports import GateReport, keep_report
+from etude.live.release.operations import ReleaseSite, refuse, start, wait
+from etude.live.release.releases import ReleaseLog, ReleaseState
+from etude.live.release.reports import DISCORDANT, SPLIT, GateReport, keep_report, read_report
+from etude.live.simulate import figures
 from etude.live.simulate.clients import FunctionRequest, Judgement, Users, answers, mean_utility, requests
+from etude.live.simulate.cluster import DemoCluster, serve
+from etude.live.simulate.figures import HeldoutScore, LiveDemo, ReleaseOutcome, SuiteChange, UsedWindow
 from etude.live.simulate.users import draw_population
-from etude.run.engines import engine_url, spawn_engine
+from etude.records import PolicyVersion
 from etude.store import open_store
-from etude.tasks import build_dataset
+from etude.tasks import build_dataset, load_dataset
+from etude.weights import newest_manifest
 
-ACCOUNTS = 360
-TURNS = 700  # of users before a window; after a canary it learns from the turns during the canary
-SAMPLES = 2  # of each held-out request
 DAMAGE = 0.6  # standard deviation of the noise on the planted version's weights, over that of each tensor
-SUITE_TASKS = 40  # of the gate's suite, most of them held out
 _HELDOUT = 0.4  # of the functions
-_AT_ONCE = 12
 _ZIPF = 0.3  # of activity: nearly every account has a request within a stage
 _LIBRARY = ("pydash", "8.1.0", "30914c3e9d377ea2cd0d3c0a4f252889b08392f730a5eb4d117e5b598cdf1d52")
-SUITE = BuildConfig(
-    kinds=("mutation",), operators=("bool_flip", "negate_cond", "op_flip"), min_lines=1, max_lines=20,
-    visible_failure=True, symptoms=False, max_tasks=SUITE_TASKS, per_function=1, heldout_fraction=0.9,
-)  # fmt: skip
-"""Of the gate: damage to one token, as in recipes/demo.toml."""
 _TICK_SECONDS = 0.5
-_CANARY_SECONDS = 420.0
-_START_SECONDS = 120.0
+_US = "demo"  # who decides on the planted version
 
 
-@dataclass(frozen=True)
-class HeldoutScore:
-    """For each held-out request, the shares of answers that keep the house rule, and that are right."""
-
-    house: list[float]
-    right: list[float]
-
-
-@dataclass(frozen=True)
-class ReleaseOutcome:
-    """The end of a release, and its time (seconds since the demo began). `utility`: mean of the release's answers to
-    users; `reasons`: the canary's, of each stage; `lift`: its last sentence on the share of kept edits."""
-
-    release: int
-    planted: bool
-    released: bool
-    reasons: tuple[str, ...]
-    utility: float
-    seconds: float
-    lift: str = ""
-
-
-@dataclass
-class LiveDemo:
-    """The figures of the demo. `scores` are of the first release and of each later release to all accounts."""
-
-    functions: list[str]  # of the held-out requests
-    utility: list[float] = field(default_factory=list[float])  # of the answers before each window
-    scores: list[HeldoutScore] = field(default_factory=list[HeldoutScore])
-    outcomes: list[ReleaseOutcome] = field(default_factory=list[ReleaseOutcome])
-    refused: list[str] = field(default_factory=list[str])  # by the gate, with its reasons
-    turns: int = 0
-    failed: int = 0  # requests
-    lost: int = 0  # signals
-    seconds: float = 0.0
-
-    def rise(self, figure: str) -> Estimate:
-        """The rise of a field of HeldoutScore from the first release to the last, with a bootstrap over functions."""
-        first, last = getattr(self.scores[0], figure), getattr(self.scores[-1], figure)
-        return mean_difference(first, last, self.functions)
-
-    @property
-    def planted_stopped(self) -> bool:
-        """Whether a planted version was tried, and none was released."""
-        planted = [outcome for outcome in self.outcomes if outcome.planted]
-        return bool(planted) and not any(outcome.released for outcome in planted)
-
-    @property
-    def released(self) -> bool:
-        """Whether a version that learned from users was released to all accounts."""
-        return any(outcome.released and not outcome.planted for outcome in self.outcomes)
-
-
-def run(folder: Path, seed: int, windows: int, say: Callable[[str], None]) -> LiveDemo:
-    """Runs the demo in an empty folder. Raises UserError or RunFailed."""
+def run(folder: Path, done: LiveDemo, say: Callable[[str], None]) -> LiveDemo:
+    """Runs a demo with the figures so far, in a folder that is empty or holds its earlier part, and returns the
+    figures. Raises UserError or RunFailed."""
     name, version, sha256 = _LIBRARY
-    say(f"fetching {name} {version}")
-    library = fetch_library(name, version, sha256, folder / "library")
-    user_requests, heldout = requests(library, seed, _HELDOUT)
-    say(f"{len(user_requests)} requests of users, {len(heldout)} held out; now the gate's suite")
-    build_dataset(library, folder / "suite", SUITE, lambda *_: None)
-    with _servers(folder) as servers:
-        return _Demo(servers, user_requests, heldout, seed, say).run(windows)
+    with runfolder.lock(folder):
+        say(f"fetching {name} {version}")
+        library = fetch_library(name, version, sha256, folder / "library")
+        user_requests, heldout = requests(library, done.seed, _HELDOUT)
+        functions = [request.function for request in heldout]
+        if done.functions not in ([], functions):
+            raise UserError(f"{folder} asks about other functions than this etude: start a demo without --resume")
+        done.functions = functions
+        figures.keep(folder, done)
+        if not (folder / "suite").exists():
+            say(f"{len(user_requests)} requests of users, {len(heldout)} held out; now the gate's suite")
+            build_dataset(library, folder / "suite", done.sizes.suite, lambda *_: None)
+        with serve(folder, done.sizes) as cluster:
+            _Story(cluster, done, user_requests, heldout, say).run()
+    return done
 
 
-# Processes ------------------------------------------------------------------------------------------------------------
+class _Story:
+    def __init__(
+        self,
+        cluster: DemoCluster,
+        done: LiveDemo,
+        user_requests: list[FunctionRequest],
+        heldout: list[FunctionRequest],
+        say: Callable[[str], None],
+    ) -> None:
+        self._cluster, self._site, self._say, self.done, self._heldout = cluster, cluster.site, say, done, heldout
+        self._began, self._before, self._lost = time.monotonic(), done.seconds, done.lost
+        check_log(self._site.read(), done)
+        rng = np.random.default_rng((done.seed, 2))
+        self._users = Users(
+            cluster.gateway,
+            cluster.key,
+            cluster.secret,
+            done.sizes.model,
+            draw_population(rng, done.sizes.accounts, zipf=_ZIPF),
+            user_requests,
+            self._site.config.labels.window_seconds,
+            done.seed,
+            cluster.folder / "turns.jsonl",
+        )
 
+    def run(self) -> None:
+        """All that is left to do."""
+        self._go_on()
+        while self._next():
+            self._keep()
+        self._keep()
 
-@dataclass(frozen=True)
-class _Servers:
-    """A cluster of two servers, and the gateway before them."""
+    def _go_on(self) -> None:
+        """Brings servers that have just started to the rows. The stage of a release on trial begins again: nobody used
+        it while the demo was stopped."""
+        trial = self._site.read().trial
+        if trial is not None:
+            why = "the demo was stopped, and goes on"
+            releases.append(self._site.engine, trial, trial.stage, trial.share, why, _US)
+            start(self._site, trial.release.manifest, trial.release.version)
+            self._wait_for_servers()
 
-    folder: Path
-    site: ReleaseSite
-    control: str  # URL
-    gateway: str
-    key: str  # of the users' firm
-    secret: str  # with which it signs their names
+    def _next(self) -> bool:
+        """Does the next part; False after the last."""
+        log = self._site.read()
+        self._note(log)
+        leg, window = leg_of(self._site), self._last_window()
+        planted = next((state for state in log.states if _is_planted(state)), None)
+        if leg.kind is LegKind.WATCH and log.trial is not None:
+            self._watch(log.trial)
+        elif leg.kind in (LegKind.GATE, LegKind.RELEASE, LegKind.TRAIN):
+            step(self._site, self._log)
+        elif log.current is None:
+            raise RunFailed(leg.why)
+        elif window and (planted is None or planted.stage is ReleaseStage.GATE):
+            self._plant(log.current, planted)
+        elif window == self.done.wanted:
+            return False
+        elif leg.due is not None and leg.kind is LegKind.WAIT:
+            time.sleep(max(0.0, (leg.due - journal.now()) / 1e9))
+        else:
+            self._cut(window + 1)
+        return True
 
+    # Figures ----------------------------------------------------------------------------------------------------------
 
-@contextmanager
-def _servers(folder: Path) -> Iterator[_Servers]:
-    children: list[processes.Child] = []
-    logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
-    try:
-        stores = [folder / "control", folder / "canary"]
-        _publish_base(stores[0])
-        for number, store in enumerate(stores):
-            store.mkdir(exist_ok=True)
-            served = ServerConfig(
-                model=str(find_model("nano")),
-                port=0,
-                threads=1,
-                cache_mb=64,
-                served_model_name=("nano",),
-                source=WeightSource(weights=str(store)),
+    @property
+    def _seconds(self) -> float:
+        return self._before + time.monotonic() - self._began
+
+    def _log(self, text: str) -> None:
+        seconds = int(self._seconds)
+        self._say(f"{seconds // 60}:{seconds % 60:02} {text}")
+
+    def _keep(self) -> None:
+        users, done = self._users, self.done
+        done.turns, done.lost, done.seconds = len(users.turns), self._lost + users.lost, self._seconds
+        done.failed = sum(not turn.turn for turn in users.turns)
+        figures.keep(self._cluster.folder, done)
+
+    def _note(self, log: ReleaseLog) -> None:
+        """Takes the figures of the log that are not there yet. A release to all accounts is scored before the next one
+        is trained."""
+        done = self.done
+        done.refused = [state.events[-1].reason for state in log.states if state.stage is ReleaseStage.REFUSED]
+        ended = (ReleaseStage.RELEASED, ReleaseStage.ROLLED_BACK)
+        tried = [s for s in log.states if any(event.stage is ReleaseStage.STAGED for event in s.events)]
+        for state in tried:
+            if state.stage in ended and state.release.number not in done.outcomes:
+                self._wait_for_servers()
+                done.outcomes[state.release.number] = self._outcome(state)
+                self._keep()
+        current = log.current
+        if current is None or current.release.number in done.scores:
+            return
+        if current.release.number == 1 or current.release.number in {s.release.number for s in tried}:
+            self._wait_for_servers()
+            done.scores[current.release.number] = self._score()
+            done.suite = suite_change(self._site) or done.suite
+            self._keep()
+
+    def _outcome(self, state: ReleaseState) -> ReleaseOutcome:
+        number = state.release.number
+        mine = _turns_of(self._site, number)
+        own = [turn for turn in self._users.turns if turn.turn in mine]
+        decisions = [event.reason.partition("; ") for event in state.events if event.decided_by == "canary"]
+        return ReleaseOutcome(
+            number,
+            _is_planted(state),
+            state.stage is ReleaseStage.RELEASED,
+            tuple(why for why, _, _ in decisions),
+            mean_utility(own),
+            self._seconds,
+            next((lift for _, _, lift in reversed(decisions) if lift), ""),
+        )
+
+    def _score(self) -> HeldoutScore:
+        """Scores the answers of the control's server to the held-out requests."""
+        heldout, sizes = self._heldout, self.done.sizes
+        made = asyncio.run(answers(self._cluster.control, sizes.model, heldout * sizes.samples, self.done.seed))
+        of = [made[n :: len(heldout)] for n in range(len(heldout))]
+        score = HeldoutScore([_share(own, "house") for own in of], [_share(own, "right") for own in of])
+        house, right = np.mean(score.house), np.mean(score.right)
+        self._log(f"held out: {house:.1%} of the answers keep the house rule, {right:.1%} are right")
+        return score
+
+    def _wait_for_servers(self) -> None:
+        late = [store for store in wait(self._site) if store.lagging]
+        if late:
+            raise RunFailed(f"a server does not follow its weight store; see {self._cluster.logs}")
+
+    # Parts of the story -----------------------------------------------------------------------------------------------
+
+    def _last_window(self) -> int:
+        with journal.reading(self._site.engine) as connection:
+            return connection.execute(sa.select(sa.func.max(schema.windows.c.number))).scalar() or 0
+
+    def _cut(self, number: int) -> None:
+        """Cuts a window after enough turns since the last cut; those during a canary count."""
+        users, before = self._users, self.done.windows.get(number - 1)
+        seen = before.turns if before else 0
+        if (missing := self.done.sizes.turns - (len(users.turns) - seen)) > 0:
+            users.use(missing)
+        new = users.turns[seen:]
+        self.done.windows[number] = used = UsedWindow(len(users.turns), mean_utility(new))
+        self._keep()
+        self._log(f"window {number}: {len(new):,} turns, mean hidden utility {used.utility:.3f}")
+        time.sleep(self._site.config.labels.delay_seconds)
+        step(self._site, self._log)
+
+    def _plant(self, current: ReleaseState, planted: ReleaseState | None) -> None:
+        """Brings a version with damaged weights to the canary, without the gate."""
+        store = str(self._cluster.folder / "planted")
+        manifest = newest_manifest(open_store(store)) or publish_damaged(current.release, store, self.done.seed)
+        if planted is None:
+            log, anchor = self._site.read(), current.release.anchor
+            lie = GateReport(
+                store=store,
+                version=0,
+                manifest=manifest.live,
+                incumbent=current.release.number,
+                anchor=anchor,
+                parts=(),
+                at=0,
             )
-            children.append(spawn_engine(served, logs, number))
-        urls = [engine_url(child, logs, number) for number, child in enumerate(children)]
-        path = _write_config(folder, urls, stores)
-        site = open_site(validate(LiveConfig, tomllib.loads(path.read_text("utf-8")), str(path)))
-        try:
-            key = create_key(site.engine, "firm", "users", proxy=True)
-            secret = Accounts(Path(site.config.folder)).proxy_secret(digest_of(key))
-            set_policy(site.engine, "firm", LivePolicy(requests_per_minute=10**6))
-            ready = logs / "gateway.json"
-            words = ["etude.cli.main", "live", "serve", str(path), "--ready-file", str(ready)]
-            child = processes.start("gateway", words, logs / "gateway.log")
-            children.append(child)
-            address = msgspec.json.decode(processes.wait_for_file(ready, child, _START_SECONDS))
-            yield _Servers(folder, site, urls[0], address["url"], key, secret)
-        finally:
-            site.engine.dispose()
-    finally:
-        for child in reversed(children):
-            child.stop(10)
+            release = Release(
+                number=log.next_number,
+                store=store,
+                version=0,
+                manifest=manifest.live,
+                parent=current.release.number,
+                anchor=anchor,
+                report=keep_report(lie, None),
+                window=None,
+                at=0,
+            )
+            releases.begin(self._site.engine, release, ReleaseStage.GATE, "planted: the gate was not asked", _US)
+        self._log("a version with damaged weights goes to the canary")
+        start(self._site, manifest.live, 0)
+
+    def _watch(self, trial: ReleaseState) -> None:
+        """Watches the canary of a release, with users, until the release is for all accounts or rolled back. What shows
+        neither in time is rolled back, as a person would."""
+        number, events = trial.release.number, len(trial.events)
+        self._log(f"release {number} is on trial")
+        deadline = time.monotonic() + self.done.sizes.canary_seconds
+        self._users.begin()
+        while True:
+            step(self._site, lambda _: None)
+            state = self._site.read().of(number)
+            for event in state.events[events:]:
+                if event.decided_by == "canary":
+                    where = f" at {event.share:.0%}" if event.share else ""
+                    self._log(f"release {number}: {str(event.stage).replace('_', ' ')}{where}, {event.reason}")
+            events = len(state.events)
+            if state.stage in (ReleaseStage.RELEASED, ReleaseStage.ROLLED_BACK):
+                break
+            if time.monotonic() > deadline:
+                if _is_planted(trial):
+                    raise RunFailed(f"release {number} was not decided on; see {self._cluster.logs}")
+                refuse(self._site, _US, "nothing was shown in time")
+                continue
+            time.sleep(_TICK_SECONDS)
+        self._users.end()
+
+
+def check_log(log: ReleaseLog, done: LiveDemo) -> None:
+    """Raises UserError for a log without a release that has figures."""
+    if unknown := sorted({*done.scores, *done.outcomes} - {state.release.number for state in log.states}):
+        raise UserError(
+            f"the demo's log, live/live.db, has no release {unknown[0]}, whose figures are there: restore the log, or "
+            "start a demo without --resume"
+        )
+
+
+def _share(own: list[Judgement], figure: str) -> float:
+    return float(np.mean([getattr(judgement, figure) for judgement in own]))
+
+
+def _is_planted(state: ReleaseState) -> bool:
+    return state.events[0].decided_by == _US
 
 
 def _turns_of(site: ReleaseSite, number: int) -> set[str]:
@@ -200,265 +307,28 @@ def _turns_of(site: ReleaseSite, number: int) -> set[str]:
         return {turn for query in queries for turn in connection.scalars(query)}
 
 
-def _write_config(folder: Path, urls: list[str], stores: list[Path]) -> Path:
-    """Writes recipes/live.toml with this demo's servers, for the other commands of `etude live`."""
-    recipes = [bundled(f"recipes/{name}.toml") for name in ("live", "live-train")]
-    if recipes[0] is None or recipes[1] is None:
-        raise UserError("this installation has no recipes/live.toml: install etude's wheel, or work in its repository")
-    quoted = {
-        name: msgspec.json.encode(value).decode()
-        for name, value in {
-            "folder": str(folder / "live"),
-            "train": str(recipes[1]),
-            "url": urls[0],
-            "store": str(stores[0]),
-            "canary_url": urls[1],
-            "canary_store": str(stores[1]),
-            "suite": str(folder / "suite"),
-        }.items()
-    }
-    text = (
-        recipes[0]
-        .read_text("utf-8")
-        .replace('\nstage = "live"\n', f'\nstage = "live"\nfolder = {quoted["folder"]}\ntrain = {quoted["train"]}\n', 1)
-        .replace("\n[gate]\n", f"\n[gate]\nsuites = [{quoted['suite']}]\n", 1)
-    )
-    text += (
-        f'\n[gateway]\nport = 0\n\n[[clusters]]\nname = "one"\nurls = [{quoted["url"]}]\nstore = {quoted["store"]}\n'
-        f"canary_urls = [{quoted['canary_url']}]\ncanary_store = {quoted['canary_store']}\n"
-    )
-    path = folder / "live.toml"
-    path.write_text(text, "utf-8")
-    return path
-
-
-def _publish_base(store: Path) -> None:
-    """Publishes the nano model as version 0 of a weight store."""
-    from etude.models.dtypes import main_dtype
-    from etude.models.loading import load_model, named_tensors
+def publish_damaged(release: Release, store: str, seed: int) -> PolicyVersion:
+    """Publishes the content of a release with noise on its weights as version 0 of a store; returns the manifest."""
+    from etude.weights.content import load
     from etude.weights.publisher import Publisher
 
-    model = find_model("nano")
-    Publisher(open_store(str(store))).publish(0, named_tensors(load_model(model, dtype=main_dtype(model))), (), {})
+    rng, tensors = np.random.default_rng((seed, 3)), {}
+    for name, tensor in load(open_store(release.store), release.version)[1].items():
+        noise = tensor.new_tensor(rng.normal(0.0, 1.0, tuple(tensor.shape)))
+        tensors[name] = tensor + DAMAGE * tensor.std() * noise if tensor.numel() > 1 else tensor
+    return Publisher(open_store(store)).publish(0, tensors, (), {})
 
 
-# The story ------------------------------------------------------------------------------------------------------------
-
-
-class _Demo:
-    def __init__(
-        self,
-        servers: _Servers,
-        user_requests: list[FunctionRequest],
-        heldout: list[FunctionRequest],
-        seed: int,
-        say: Callable[[str], None],
-    ) -> None:
-        self._servers, self._site, self._seed, self._say = servers, servers.site, seed, say
-        self._began = time.monotonic()
-        self._heldout, self._seen = heldout, 0
-        self.done = LiveDemo([request.function for request in heldout])
-        rng = np.random.default_rng((seed, 2))
-        window = self._site.config.labels.window_seconds
-        self._users = Users(
-            servers.gateway,
-            servers.key,
-            servers.secret,
-            draw_population(rng, ACCOUNTS, zipf=_ZIPF),
-            user_requests,
-            window,
-            rng,
-            _AT_ONCE,
-        )
-
-    def run(self, windows: int) -> LiveDemo:
-        """Runs all windows; each learns from the turns before its cut."""
-        self._do(LegKind.GATE)
-        self._do(LegKind.RELEASE)
-        self._wait_for_servers()
-        self._score()
-        for number in range(1, windows + 1):
-            self._learn(number)
-            if number == 1:
-                self._plant()
-        users, done = self._users, self.done
-        done.turns, done.lost = len(users.turns), users.lost
-        done.failed = sum(not turn.turn for turn in users.turns)
-        done.seconds = time.monotonic() - self._began
-        return done
-
-    def _log(self, text: str) -> None:
-        seconds = int(time.monotonic() - self._began)
-        self._say(f"{seconds // 60}:{seconds % 60:02} {text}")
-
-    def _wait_for_servers(self) -> None:
-        late = [store for store in wait(self._site) if store.lagging]
-        if late:
-            raise RunFailed(f"a server does not follow its weight store; see {self._servers.folder}/logs")
-
-    def _score(self) -> None:
-        """Scores the answers of the control's server to the held-out requests."""
-        servers, heldout = self._servers, self._heldout
-        made = asyncio.run(answers(servers.control, heldout * SAMPLES, self._seed, 2 * _AT_ONCE))
-        of = [made[n :: len(heldout)] for n in range(len(heldout))]
-        score = HeldoutScore([_share(own, "house") for own in of], [_share(own, "right") for own in of])
-        self.done.scores.append(score)
-        house, right = np.mean(score.house), np.mean(score.right)
-        self._log(f"held out: {house:.1%} of the answers keep the house rule, {right:.1%} are right")
-
-    def _learn(self, number: int) -> None:
-        """Trains a version on the turns since the last window, and brings it to the gate and the canary."""
-        site, turns = self._site, self._users.turns
-        if self._seen == len(turns):  # also after a version that reached no user
-            self._users.use(TURNS)
-        new, self._seen = turns[self._seen :], len(turns)
-        self.done.utility.append(mean_utility(new))
-        self._log(f"window {number}: {len(new):,} turns, mean hidden utility {self.done.utility[-1]:.3f}")
-        time.sleep(site.config.labels.delay_seconds)
-        for kind in (LegKind.CUT, LegKind.TRAIN, LegKind.GATE):
-            self._do(kind)
-        last = site.read().states[-1]
-        if last.stage is ReleaseStage.REFUSED:
-            self.done.refused.append(last.events[-1].reason)
-        else:
-            self._do(LegKind.RELEASE)
-            self._try(last.release.number)
-
-    def _do(self, kind: LegKind, quiet: bool = False) -> None:
-        """Does the next leg of the loop, which has to be `kind`."""
-        if (leg := leg_of(self._site)).kind is not kind:
-            raise RunFailed(f"the loop is at its leg {leg.kind} ({leg.why}), not at {kind}")
-        step(self._site, (lambda _: None) if quiet else self._log)
-
-    def _plant(self) -> None:
-        """Brings a version with damaged weights to the canary, without the gate."""
-        from etude.weights.content import load
-        from etude.weights.publisher import Publisher
-
-        current = self._site.read().current
-        assert current is not None
-        rng = np.random.default_rng((self._seed, 3))
-        tensors = {}
-        for name, tensor in load(open_store(current.release.store), current.release.version)[1].items():
-            noise = tensor.new_tensor(rng.normal(0.0, 1.0, tuple(tensor.shape)))
-            tensors[name] = tensor + DAMAGE * tensor.std() * noise if tensor.numel() > 1 else tensor
-        store = str(self._servers.folder / "planted")
-        manifest = Publisher(open_store(store)).publish(0, tensors, (), {})
-        log, anchor = self._site.read(), current.release.anchor
-        lie = GateReport(
-            store=store,
-            version=0,
-            manifest=manifest.digest,
-            incumbent=current.release.number,
-            anchor=anchor,
-            parts=(),
-            at=0,
-        )
-        release = Release(
-            number=log.next_number,
-            store=store,
-            version=0,
-            manifest=manifest.digest,
-            parent=current.release.number,
-            anchor=anchor,
-            report=keep_report(lie, None),
-            window=None,
-            at=0,
-        )
-        releases.begin(self._site.engine, release, ReleaseStage.GATE, "planted: the gate was not asked", "demo")
-        self._try(start(self._site, manifest.digest, 0).release.number, planted=True)
-
-    def _try(self, number: int, planted: bool = False) -> None:
-        """Watches the canary of a release, with users, until the release is for all accounts or rolled back."""
-        self._log(f"release {number} goes to the canary" + (", planted: its weights are damaged" if planted else ""))
-        before, deadline = len(self._users.turns), time.monotonic() + _CANARY_SECONDS
-        self._users.begin()
-        stages = 0
-        while True:
-            self._do(LegKind.WATCH, quiet=True)
-            state = self._site.read().of(number)
-            for event in state.events[stages:]:
-                if event.decided_by == "canary":
-                    where = f" at {event.share:.0%}" if event.share else ""
-                    self._log(f"release {number}: {str(event.stage).replace('_', ' ')}{where}, {event.reason}")
-            stages = len(state.events)
-            if state.stage in (ReleaseStage.RELEASED, ReleaseStage.ROLLED_BACK):
-                break
-            if time.monotonic() > deadline:
-                raise RunFailed(f"release {number} was not decided on within {_CANARY_SECONDS:.0f} seconds")
-            time.sleep(_TICK_SECONDS)
-        self._users.end()
-        self._wait_for_servers()
-        mine = _turns_of(self._site, number)
-        own = [turn for turn in self._users.turns[before:] if turn.turn in mine]
-        released = state.stage is ReleaseStage.RELEASED
-        decisions = [event.reason.partition("; ") for event in state.events if event.decided_by == "canary"]
-        reasons, lift = (
-            tuple(why for why, _, _ in decisions),
-            next((lift for _, _, lift in reversed(decisions) if lift), ""),
-        )
-        self.done.outcomes.append(
-            ReleaseOutcome(number, planted, released, reasons, mean_utility(own), time.monotonic() - self._began, lift)
-        )
-        if released:
-            self._score()
-
-
-def _share(own: list[Judgement], figure: str) -> float:
-    return float(np.mean([getattr(judgement, figure) for judgement in own]))
-
-
-def report(done: LiveDemo) -> str:
-    """The figures of the demo as Markdown."""
-    house, right = done.rise("house"), done.rise("right")
-    lines = [
-        "# Live loop",
-        "",
-        f"{done.turns:,} turns of {ACCOUNTS} simulated users in {done.seconds / 60:.1f} minutes; {done.failed} "
-        f"requests failed, {done.lost} signals were lost.",
-        "",
-        "| | before | after | change |",
-        "|---|---|---|---|",
-        _row("held-out answers that keep the house rule", done, "house", house),
-        _row("held-out answers that are right", done, "right", right),
-        "",
-        f"{len(set(done.functions))} held-out functions, {len(done.functions)} requests, {SAMPLES} answers each; "
-        "intervals are bootstraps over functions.",
-        "",
-        "| release | outcome | at | hidden utility of its answers | against the control, by account |",
-        "|---|---|---|---|---|",
-        *map(_outcome, done.outcomes),
-        "",
-        *(f"- The gate refused a version: {reason}" for reason in done.refused),
-        f"Mean hidden utility of the users' answers before each window: {', '.join(f'{u:.3f}' for u in done.utility)}.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _outcome(o: ReleaseOutcome) -> str:
-    name, what = f"{o.release}{' (planted)' if o.planted else ''}", "released" if o.released else "rolled back"
-    at = f"{int(o.seconds) // 60}:{int(o.seconds) % 60:02}"
-    return f"| {name} | {what}: {o.reasons[-1] if o.reasons else ''} | {at} | {o.utility:.3f} | {o.lift or '-'} |"
-
-
-def _row(what: str, done: LiveDemo, figure: str, rise: Estimate) -> str:
-    first, last = (float(np.mean(getattr(score, figure))) for score in (done.scores[0], done.scores[-1]))
-    return f"| {what} | {first:.1%} | {last:.1%} | {rise.mean:+.1%} [{rise.low:+.1%}, {rise.high:+.1%}] |"
-
-
-def as_json(done: LiveDemo) -> dict[str, Any]:
-    """The figures of the demo as JSON."""
-    return {
-        "house": [float(np.mean(score.house)) for score in done.scores],
-        "right": [float(np.mean(score.right)) for score in done.scores],
-        **{f"{figure}_rise": [(e := done.rise(figure)).mean, e.low, e.high] for figure in ("house", "right")},
-        "utility": done.utility,
-        "outcomes": msgspec.to_builtins(done.outcomes),
-        "refused": done.refused,
-        "turns": done.turns,
-        "failed": done.failed,
-        "lost": done.lost,
-        "seconds": done.seconds,
-        "planted_stopped": done.planted_stopped,
-        "released": done.released,
-    }
+def suite_change(site: ReleaseSite) -> SuiteChange | None:
+    """The change on the gate's suite that the newest released version's report has; None before a learned release."""
+    learned = [s for s in site.read().states if s.stage is ReleaseStage.RELEASED and s.release.window is not None]
+    if not learned:
+        return None
+    gate, suite = site.config.gate, Path(site.config.gate.suites[0])
+    parts = {part.name: part for part in read_report(learned[-1].release, site.key).parts}
+    part = parts.get(f"suite {suite.name}, anchor", parts.get(f"suite {suite.name}"))
+    if part is None:
+        return None
+    sizes = Counter(task.cluster for task in load_dataset(suite).tasks if task.split == SPLIT)
+    margin = defended_margin(list(sizes.values()), DISCORDANT / gate.samples, gate.alpha)
+    return SuiteChange(part.figures["tasks"], part.figures["functions"], part.figures["difference"], margin)
