@@ -122,10 +122,10 @@ def live_folder(root: Path, upstream: str, database: str | None = None) -> tuple
 
 
 @contextmanager
-def gateway_process(root: Path, config: Path) -> Iterator[str]:
-    """The URL of `etude live serve`."""
-    command = [sys.executable, "-m", "etude.cli.main", "live", "serve", str(config), "--ready-file"]
-    child, ready = start(root, "gateway", command)
+def gateway_process(root: Path, config: Path, clock: Path | None = None) -> Iterator[str]:
+    """The URL of `etude live serve`, which reads `clock` (a file of `live_clock.SetClock`) in place of the machine's."""
+    module = ["benchmarks.live_clock", str(clock)] if clock else ["etude.cli.main"]
+    child, ready = start(root, "gateway", [sys.executable, "-m", *module, "live", "serve", str(config), "--ready-file"])
     try:
         yield wait_for(ready, child)
     finally:

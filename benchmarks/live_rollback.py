@@ -27,6 +27,7 @@ from etude.config import ServerConfig, WeightSource, find_model, validate
 from etude.config.live import LiveConfig
 from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import operations, releases
+from etude.live.release.reports import GateReport, keep_report
 from etude.models.dtypes import main_dtype
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.wire import WEIGHTS_HEADER
@@ -129,14 +130,24 @@ def _versions(store: Path) -> tuple[PolicyVersion, PolicyVersion]:
 def _release(site: operations.ReleaseSite, store: Path, manifest: PolicyVersion) -> None:
     """As if it had passed the gate; to every server at once."""
     log = site.read()
+    parent = log.current.release.number if log.current else None
+    passed = GateReport(
+        store=str(store),
+        version=manifest.version,
+        manifest=manifest.digest,
+        incumbent=parent,
+        anchor=None,
+        parts=(),
+        at=0,
+    )
     made = Release(
         number=log.next_number,
         store=str(store),
         version=manifest.version,
         manifest=manifest.digest,
-        parent=log.current.release.number if log.current else None,
+        parent=parent,
         anchor=None,
-        report=None,
+        report=keep_report(passed, None),
         window=None,
         at=0,
     )
