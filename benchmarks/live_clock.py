@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import etude.cli.main
+
 _BYTES = 8
 
 
@@ -52,13 +54,11 @@ class SetClock:
             time.time, time.time_ns = before
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     """A command of etude by the clock."""
     with SetClock(Path(argv[0])).here():
-        from etude.cli.main import main as command
-
-        return command(argv[1:])
+        etude.cli.main.main(argv[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -10,7 +10,6 @@ reads. Times are those of a clock that moves in steps; all accounts are new in t
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -58,7 +57,14 @@ _AT_ONCE = 16  # requests in a step of the clock
 _EVENTS = 256  # of one request
 _SECONDS = 60.0
 _MODULES = ("arrays", "parsers", "reports", "sockets")  # by cell
-_SAYS = ("Perfect, thanks.", "Thanks.", "Well.", "Hm, still open.", "This is wrong.", "That's not what I wanted: wrong.")
+_SAYS = (
+    "Perfect, thanks.",
+    "Thanks.",
+    "Well.",
+    "Hm, still open.",
+    "This is wrong.",
+    "That's not what I wanted: wrong.",
+)
 """Words that go on after an answer, from content to unhappy."""
 _POSTED = (SignalKind.APPLIED, SignalKind.REJECTED, SignalKind.UNDONE, SignalKind.SURVIVED, SignalKind.GONE,
            SignalKind.RATING)  # fmt: skip
@@ -177,7 +183,9 @@ class _Clients:
         outcome_N, after = outcomes(turns), _continued(turns, signals)
         chats: dict[int, _Chat] = {}
         continued = {before for before, _, _ in after.values()}
-        self.seeds += [seed_of(a, c % len(ASKED)) for a, c in zip(turns.action_N.tolist(), turns.cell_N.tolist(), strict=True)]
+        self.seeds += [
+            seed_of(a, c % len(ASKED)) for a, c in zip(turns.action_N.tolist(), turns.cell_N.tolist(), strict=True)
+        ]
 
         async def ask(n: int) -> None:
             account, before = int(turns.account_N[n]), after.get(n)
@@ -333,7 +341,12 @@ class _Posted:
     def event(self, window: int, ids_N: list[str], subjects_N: list[str]) -> dict[str, Any]:
         """The event, for `/v1/feedback`."""
         subject = (subjects_N if self.kind in OF_AN_EDIT else ids_N)[self.turn]
-        body = {"response_id": subject, "name": self.kind.value, "value": self.value, "event_id": f"{window}-{self.name}"}
+        body = {
+            "response_id": subject,
+            "name": self.kind.value,
+            "value": self.value,
+            "event_id": f"{window}-{self.name}",
+        }
         horizon = {} if self.horizon != self.horizon else {"horizon": self.horizon}
         return body | horizon | {"client_sequence": self.order}
 
