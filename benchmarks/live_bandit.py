@@ -43,18 +43,18 @@ def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, bool]]:
     """Rows and checks."""
     size = QUICK if quick else WHOLE
     first_CVA = bandit.first_policy(size.cells)
-    served: list[ServedRun] = []
+    runs: list[ServedRun] = []
     for seed in size.seeds:
         with tempfile.TemporaryDirectory(prefix="etude-live-") as folder:
-            served.append(run_served(Path(folder), seed, size.versions, size.turns, first_CVA))
+            runs.append(run_served(Path(folder), seed, size.versions, size.turns, first_CVA))
     best, memory = (
         np.mean(
             [run(s, Setting(rewards, versions=size.versions, turns=size.turns), first_CVA).gain for s in size.seeds]
         )
         for rewards in (ORACLE, LIVE)
     )
-    share = float(np.mean([each.learned.gain for each in served]) / best)
-    turns, signals = sum(each.turns for each in served), sum(each.signals for each in served)
+    share = float(np.mean([each.learning.gain for each in runs]) / best)
+    turns, signals = sum(each.answers for each in runs), sum(each.signals for each in runs)
     size_of_it = f"seeds {size.seeds[0]}-{size.seeds[-1]}, {turns:,} answers, {signals:,} signals"
     baseline = f"{LEAST:.0%} wanted; {memory / best:.1%} in memory; {size_of_it}"
     return [row("bandit/oracle-share", share, "share", baseline)], {"oracle-share": share >= LEAST}
