@@ -140,7 +140,7 @@ async def _measured(urls: dict[str, str], key: str, seconds: float, rounds: int)
     servers = {name: Server(url, name, key) for name, url in urls.items()}
     percentiles: dict[str, list[float]] = {name: [] for name in servers}
     for server in servers.values():
-        await load(server, 50, 1.0)
+        await load(server, 100, 0.5)
     for _ in range(rounds):
         for name, server in servers.items():
             times = await load(server, RATE, seconds)
