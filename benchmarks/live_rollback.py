@@ -27,6 +27,7 @@ from etude.config import ServerConfig, WeightSource, find_model, validate
 from etude.config.live import LiveConfig
 from etude.live.log.records import Release, ReleaseStage
 from etude.live.release import operations, releases
+from etude.live.release.reports import GateReport, keep_report
 from etude.models.dtypes import main_dtype
 from etude.models.loading import load_model, named_tensors
 from etude.protocol.wire import WEIGHTS_HEADER
@@ -37,7 +38,6 @@ from etude.weights.manifest import newest_manifest
 from etude.weights.publisher import Publisher
 
 STREAMS = 2  # for each cluster
-WARM_SECONDS = 2.0  # of load before the decision and after the last server follows
 TOKENS = 24
 
 
@@ -73,16 +73,17 @@ class Rollback:
 
 
 def rows(quick: bool) -> tuple[list[dict[str, Any]], dict[str, bool]]:
-    """Rows and checks; a server is stopped for 30 seconds, `quick` for 5."""
+    """Rows and checks; a server is stopped for 30 seconds, `quick` for 2."""
     with tempfile.TemporaryDirectory() as folder:
-        done = drive(Path(folder), 5.0 if quick else 30.0)
+        done = drive(Path(folder), *((2.0, 1.0) if quick else (30.0, 2.0)))
     worst = max(done.seconds("east", done.decided), done.seconds("west", done.returned))
     checks = {"rollback within 5 seconds": worst <= 5.0, "no request failed": not done.failed}
     return [row("rollback/seconds", worst, "s", f"{len(done.answers)} answers")], checks
 
 
-def drive(folder: Path, stopped_seconds: float) -> Rollback:
-    """Rolls a release back that every server serves, while the one of "west" is stopped for so long."""
+def drive(folder: Path, stopped_seconds: float, warm_seconds: float) -> Rollback:
+    """Rolls a release back that every server serves, while the one of "west" is stopped for so long; `warm_seconds` of
+    load before the decision, and after the last server follows."""
     stores = {name: folder / name for name in ("east", "west")}
     base, worse = _versions(folder / "trained")
     with _servers(folder, stores) as (children, urls):
@@ -95,7 +96,7 @@ def drive(folder: Path, stopped_seconds: float) -> Rollback:
             late = [state for state in operations.wait(site, 120.0) if state.lagging]
             assert not late, f"the servers do not follow: {late}"
         load = _Load(urls)
-        time.sleep(WARM_SECONDS)
+        time.sleep(warm_seconds)
         os.kill(children["west"].popen.pid, signal.SIGSTOP)
         stopped = time.time()
         bad = _version(stores["east"])
@@ -106,7 +107,7 @@ def drive(folder: Path, stopped_seconds: float) -> Rollback:
         returned = time.time()
         late = [state for state in operations.wait(site, 60.0) if state.lagging]
         assert not late, f"the servers do not follow: {late}"
-        time.sleep(WARM_SECONDS)
+        time.sleep(warm_seconds)
         done = Rollback(decided, returned, bad, _version(stores["east"]), load.stop())
         site.engine.dispose()
     return done
@@ -129,14 +130,24 @@ def _versions(store: Path) -> tuple[PolicyVersion, PolicyVersion]:
 def _release(site: operations.ReleaseSite, store: Path, manifest: PolicyVersion) -> None:
     """As if it had passed the gate; to every server at once."""
     log = site.read()
+    parent = log.current.release.number if log.current else None
+    passed = GateReport(
+        store=str(store),
+        version=manifest.version,
+        manifest=manifest.digest,
+        incumbent=parent,
+        anchor=None,
+        parts=(),
+        at=0,
+    )
     made = Release(
         number=log.next_number,
         store=str(store),
         version=manifest.version,
         manifest=manifest.digest,
-        parent=log.current.release.number if log.current else None,
+        parent=parent,
         anchor=None,
-        report=None,
+        report=keep_report(passed, None),
         window=None,
         at=0,
     )

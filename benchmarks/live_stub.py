@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx2
@@ -22,6 +23,7 @@ from etude.protocol.access import LOOPBACK
 from etude.protocol.serving import open_listener, run_server, server_config
 from etude.protocol.wire import MSGPACK, ServedTokens
 
+Handler = Callable[[Request], Awaitable[Response]]
 TEXT = "def chunk(array, size=1):\n    return [array[i : i + size] for i in range(0, len(array), size)]\n"
 ANSWER = json.dumps({
     "id": "chatcmpl-0", "object": "chat.completion", "created": 0, "model": "stub",
@@ -36,20 +38,26 @@ TOKENS = msgspec.msgpack.encode(ServedTokens(
 
 
 def stub() -> Starlette:
-    """What the gateway asks of an `etude serve`, with one answer for all."""
+    """A server with one answer for all."""
 
     async def chat(http: Request) -> Response:
         await http.body()
         return Response(ANSWER, media_type="application/json")
+
+    async def turn(http: Request) -> Response:
+        return Response(TOKENS, media_type=MSGPACK)
+
+    return keeping_server(chat, turn)
+
+
+def keeping_server(chat: Handler, turn: Handler) -> Starlette:
+    """What the gateway asks of an `etude serve`: `chat` answers, `turn` gives the tokens of an answer by its name."""
 
     async def health(http: Request) -> Response:
         return JSONResponse({"version": 0, "digest": "0", "keeps_turns": True})
 
     async def models(http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "stub"}]})
-
-    async def turn(http: Request) -> Response:
-        return Response(TOKENS, media_type=MSGPACK)
 
     return Starlette(
         routes=[

@@ -63,7 +63,7 @@ def sampled_text(action: Action, number: int) -> str:
 @cache
 def read_answer(action: Action, number: int) -> ReadAnswer:
     """What the server's parser and the gateway make of the answer to request `number` of ASKED."""
-    turn = _sampled(sampled_text(action, number))
+    turn = sampled(sampled_text(action, number))
     call = next((each for each in turn.parsed.calls if each.arguments is not None), None)
     message = msgspec.json.encode(turn.message)
     entry = _entry(ASKED[number], message)
@@ -73,13 +73,15 @@ def read_answer(action: Action, number: int) -> ReadAnswer:
 
 
 @cache
-def _dialect() -> tuple[Renderer, Tokenizer]:
+def dialect() -> tuple[Renderer, Tokenizer]:
+    """The nano model's."""
     folder = find_model("nano")
     return renderer_for(folder), Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
 
 
-def _sampled(text: str) -> SampledTurn:
-    renderer, tokenizer = _dialect()
+def sampled(text: str) -> SampledTurn:
+    """The turn whose tokens are a text's."""
+    renderer, tokenizer = dialect()
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     turn = SampledTurn(renderer, 1)
     versions, logprobs = [0] * len(ids), [0.0] * len(ids)

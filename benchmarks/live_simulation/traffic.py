@@ -337,7 +337,7 @@ def records(
 
 
 _OF_THE_NEXT = {SignalKind.FOLLOWUP, SignalKind.RETRY, SignalKind.ANSWERED}
-_OF_AN_EDIT = {SignalKind.APPLIED, SignalKind.REJECTED, SignalKind.UNDONE, SignalKind.SURVIVED, SignalKind.GONE}
+OF_AN_EDIT = {SignalKind.APPLIED, SignalKind.REJECTED, SignalKind.UNDONE, SignalKind.SURVIVED, SignalKind.GONE}
 
 
 def signal_records(signals: Signals, turns: Turns, outcome_N: np.ndarray, window: int) -> list[Signal]:
@@ -359,7 +359,7 @@ def signal_records(signals: Signals, turns: Turns, outcome_N: np.ndarray, window
     )
     for n, code, value, horizon, seen, lag, skew, event, number in zip(*(c.tolist() for c in columns), strict=True):
         kind = KINDS[code]
-        letter = "E" if kind in _OF_AN_EDIT and outcome_N[n] == EDIT else "T"
+        letter = "E" if kind in OF_AN_EDIT and outcome_N[n] == EDIT else "T"
         subject = turns.next_N[n] if kind in _OF_THE_NEXT else n
         out.append(
             Signal(

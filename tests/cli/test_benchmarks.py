@@ -119,3 +119,19 @@ def test_models() -> None:
     assert 0 < values["lora/states-share"] < 0.05
     assert "world-1/overhead" in values
     assert ("vllm-run/vs-etude" in values) != ("vllm-run/vs-etude" in result["not_run"])
+
+
+@pytest.mark.slow
+def test_live() -> None:
+    result, values = bench("live")
+    timed = ("gateway adds 2 ms, or half of a pass-through", "rollback within 5 seconds")
+    assert {name: ok for name, ok in result["checks"].items() if name not in timed} == {
+        "no acknowledged signal is lost": True,
+        "oracle-share": True,
+        "false promotion at most 5 %": True,
+        "false rollback at most 1 %": True,
+        "harm stopped within 400 pairs": True,
+        "no request failed": True,
+    }
+    assert values["gateway/dropped-records"] == 0
+    assert values["bandit/oracle-share"] < 1.2, "an oracle is worse than what it judges"

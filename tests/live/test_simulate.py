@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.live_clock import SetClock
 from benchmarks.live_simulation import bandit
 from benchmarks.live_simulation.__main__ import main
+from benchmarks.live_simulation.conversations import NextRequest, first_chat, next_chat, next_requests
 from benchmarks.live_simulation.habits import HABITS, plant
 from benchmarks.live_simulation.judge import FIGURES, compare, judge
 from benchmarks.live_simulation.scenarios import SCENARIOS, digest
+from benchmarks.live_simulation.served import run_served
+from benchmarks.live_simulation.server import drawn, seed_of
 from benchmarks.live_simulation.texts import ASKED, read_answer
 from benchmarks.live_simulation.traffic import HORIZON, react, records, serve
 from benchmarks.live_simulation.windows import LIVE, NULL, ORACLE, Setting, run
 
+from etude.live.log.derive import answer_of, asks_for_edit, conversation, of_next
 from etude.live.log.records import SignalKind
 from etude.live.simulate import users
 
@@ -108,6 +117,72 @@ def test_answers_are_read_from_their_tokens() -> None:
             answer = read_answer(action, number)
             assert answer.kinds == kinds.get(action.outcome, set()), (action.name, number)
             assert answer.characters == (action.characters if action.outcome == "edit" else 0)
+
+
+@pytest.mark.parametrize("kind", [SignalKind.FOLLOWUP, SignalKind.RETRY, SignalKind.ANSWERED])
+@pytest.mark.parametrize("unhappy", [0.0, 0.3, 1.0])
+def test_the_gateway_reads_in_the_next_request_what_its_user_thinks(kind: SignalKind, unhappy: float) -> None:
+    """The reader knows an opinion by a few words: it is off by a quarter at most."""
+    name = "question" if kind is SignalKind.ANSWERED else "house"
+    action = [each.name for each in users.ACTIONS].index(name)
+    message = json.loads(drawn(seed_of(action, 1)).message)
+    chat = first_chat("s", 1, 7)
+    after = next_chat(chat.after(message), NextRequest(0, kind, unhappy), 1, 8)
+    before, request = (conversation("chat", {"messages": each.messages}) for each in (chat, after))
+    signals = {signal.kind: signal.value for signal in of_next(before, answer_of(message), request)}
+    assert kind in signals
+    assert asks_for_edit(before[0].text)
+    if kind is SignalKind.FOLLOWUP:
+        assert abs(signals[kind] - unhappy) < 0.25
+    assert (SignalKind.RETRY in signals) == (kind is SignalKind.RETRY)
+
+
+def test_a_turn_goes_on_where_its_user_reacts_to_the_one_before() -> None:
+    rng = np.random.default_rng(8)
+    population = users.draw_population(rng, 100)
+    turns = serve(rng, population, UNTRAINED, 500)
+    signals = react(rng, population, turns)
+    after = next_requests(turns, signals)
+    assert {SignalKind.FOLLOWUP, SignalKind.RETRY, SignalKind.ANSWERED} == {each.kind for each in after.values()}
+    for n, request in after.items():
+        assert turns.next_N[request.before] == n
+        assert turns.account_N[request.before] == turns.account_N[n]
+    answered = np.flatnonzero(turns.question_N >= 0).tolist()
+    assert all(after[n].kind is SignalKind.ANSWERED for n in answered)
+
+
+def test_processes_read_the_clock_that_is_set(tmp_path: Path) -> None:
+    clock = SetClock(tmp_path / "clock")
+    clock.set(1_000_000_000.5)
+    with clock.here():
+        assert time.time() == 1_000_000_000.5
+        assert time.time_ns() == 1_000_000_000_500_000_000
+    assert time.time() > 1_700_000_000
+    ran = "import sys; from benchmarks.live_clock import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", ran, str(tmp_path / "clock"), "live", "key", "create", "live.toml", "acme", "ann"]
+    (tmp_path / "live.toml").write_text(
+        'stage = "live"\nfolder = "live"\n[[clusters]]\nname = "a"\nurls = ["http://127.0.0.1:9"]\nstore = "s"\n'
+    )
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    command[-4:] = ["list", "live.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert "2001-09-09" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_what_is_learned_through_the_gateway_is_what_is_learned_in_memory(tmp_path: Path) -> None:
+    """The same users: the gain differs by what a window of 200 requests leaves to chance. No answer is lost, and only
+    the outcome of a turn keeps it from being trained on."""
+    first = bandit.first_policy(1)
+    served = run_served(tmp_path, 5, 4, 200, first)
+    memory = run(5, Setting(versions=4, turns=200), first)
+    assert served.learning.gain > 0.06
+    assert abs(served.learning.gain - memory.gain) < 0.06
+    assert {name.split()[0] for name in served.exits} <= {"dropped", "held"}
+    assert {name.split()[1] for name in served.exits} <= {"censored", "account_cap", "coverage", "open"}
+    assert served.answers > 800
+    assert served.signals > served.answers
 
 
 @pytest.mark.parametrize("name", HABITS)
