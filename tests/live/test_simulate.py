@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from etude.live.log.derive import answer_of, asks_for_edit, conversation, of_nex
 from etude.live.log.records import SignalKind
 from etude.live.simulate import users
 
+ROOT = str(Path(__file__).parents[2])
 UNTRAINED = bandit.probabilities(bandit.first_policy())
 
 
@@ -163,10 +165,11 @@ def test_processes_read_the_clock_that_is_set(tmp_path: Path) -> None:
     (tmp_path / "live.toml").write_text(
         'stage = "live"\nfolder = "live"\n[[clusters]]\nname = "a"\nurls = ["http://127.0.0.1:9"]\nstore = "s"\n'
     )
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     command[-4:] = ["list", "live.toml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert "2001-09-09" in done.stdout, done.stdout + done.stderr
 
 
