@@ -311,13 +311,13 @@ def test_the_command_ends_within_seconds(tmp_path, monkeypatch, number) -> None:
             + "".join(f"{key} = {value!r}\n" for key, value in cluster.items())
         )
         command = [sys.executable, "-m", "etude.cli.main", "live"]
-        ran = subprocess.Popen([*command, "run", str(path)], stdout=subprocess.PIPE, text=True)
-        assert ran.stdout is not None
-        assert "the next window is cut at" in ran.stdout.readline()
-        status = subprocess.run([*command, "status", str(path)], capture_output=True, text=True, timeout=60, check=True)
-        assert status.stdout.startswith("Loop: the next window is cut at ")
-        assert "is not running" not in status.stdout.splitlines()[0]
-        ran.send_signal(number)
-        assert ran.wait(15) == 0
-        assert ran.stdout.read() == "ended; the same command goes on\n"
+        with subprocess.Popen([*command, "run", str(path)], stdout=subprocess.PIPE, text=True) as ran:
+            assert ran.stdout is not None
+            assert "the next window is cut at" in ran.stdout.readline()
+            shown = subprocess.run([*command, "status", str(path)], capture_output=True, text=True, timeout=60)
+            assert shown.stdout.startswith("Loop: the next window is cut at ")
+            assert "is not running" not in shown.stdout.splitlines()[0]
+            ran.send_signal(number)
+            assert ran.wait(15) == 0
+            assert ran.stdout.read() == "ended; the same command goes on\n"
         assert not runfolder.is_running(Path(made.options["folder"]))

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import blake3
@@ -37,6 +38,7 @@ from etude.live.simulate.users import SimulatedAccounts, properties_of
 
 CONDITION = r"\b(?:if|elif|while)\b"
 """The house rule: the lines that a change adds hold a condition."""
+CALL, ARGUMENT = "<|call|>", "<|arg|>"
 _BREAKS = ("negate_cond", "op_flip", "bool_flip")
 _LINES, _PER_FUNCTION = 20, 4
 _OTHERS = {"tests", "docs", "setup.py"}
@@ -144,6 +146,18 @@ def judged(request: FunctionRequest, calls: Sequence[Any]) -> Judgement:
     return none
 
 
+def calls_of(message: Any) -> Sequence[Any]:
+    """The tool calls of an answer, also of one whose server left them in the text, in the dialect of the nano model."""
+    if message.tool_calls or CALL not in (message.content or ""):
+        return message.tool_calls or ()
+    calls: list[Any] = []
+    for part in message.content.split(CALL)[1:]:
+        name, *values = part.split(ARGUMENT)
+        words = json.dumps(dict(zip(("old", "new"), values, strict=False)))
+        calls.append(SimpleNamespace(function=SimpleNamespace(name=name, arguments=words)))
+    return calls
+
+
 def worth(judgement: Judgement, house: float) -> float:
     """The hidden utility of a change, in [0, 1], for an account with the weight `house` of the house rule: the
     probability that the change is kept."""
@@ -158,6 +172,7 @@ class UsedTurn:
     turn: str
     utility: float
     error: str = ""
+    retries: int = 0  # of OpenAI's client
 
 
 @dataclass(frozen=True)
@@ -167,6 +182,16 @@ class UserModel:
     name: str
     tokens: int
     at_once: int
+
+
+@dataclass(frozen=True)
+class UserPace:
+    """The servers' clock passes `speed` times as fast as this one's. `pause`: seconds between two requests; `retries`:
+    of OpenAI's client."""
+
+    speed: float = 1.0
+    pause: float = 0.0
+    retries: int = 0
 
 
 async def answers(url: str, model: UserModel, wanted: Sequence[FunctionRequest], seed: int) -> list[Judgement]:
@@ -206,12 +231,15 @@ class Users:
         window_seconds: float,
         seed: int,
         kept: Path,
+        pace: UserPace = UserPace(),
     ) -> None:
         rows = runfolder.read_jsonl(kept, ("account", "utility"), ("turn", "error"))
         self.turns = [UsedTurn(**row) for row in rows]
+        self.acknowledged: list[str] = []  # ids of signals that the gateway took
         self.lost = 0  # signals that the gateway never took
         self._url, self._key, self._population, self._requests = url, key, population, wanted
         self._secret, self._model, self._window, self._seed, self._kept = secret, model, window_seconds, seed, kept
+        self._pace = pace
         self._rng = np.random.default_rng((seed, 5))
         self._house_A = self._rng.beta(6, 4, population.size)  # hidden weights of the house rule
         self._stop = threading.Event()
@@ -259,7 +287,7 @@ class Users:
         headers = {"authorization": f"Bearer {self._key}"}
         async with (
             openai.AsyncOpenAI(
-                base_url=f"{self._url}/v1", api_key=self._key, max_retries=0, timeout=_SECONDS
+                base_url=f"{self._url}/v1", api_key=self._key, max_retries=self._pace.retries, timeout=_SECONDS
             ) as client,
             httpx2.AsyncClient(base_url=self._url, timeout=30.0, limits=limits, headers=headers) as http,
         ):
@@ -271,6 +299,7 @@ class Users:
                     if telling is not None:
                         signals.add(task := asyncio.ensure_future(telling))
                         task.add_done_callback(signals.discard)
+                    await asyncio.sleep(self._pace.pause)
 
             await asyncio.gather(*(ask() for _ in range(self._model.at_once)))
             await asyncio.gather(*signals)
@@ -296,10 +325,10 @@ class Users:
             self._keep(UsedTurn(account, "", 0.0, f"{type(e).__name__}: {e}"[:200]))
             await asyncio.sleep(_PAUSE_SECONDS)
             return None
-        judgement = judged(request, raw.parse().choices[0].message.tool_calls or ())
+        judgement = judged(request, calls_of(raw.parse().choices[0].message))
         utility = worth(judgement, float(self._house_A[account]))
         turn = raw.headers["x-etude-generation"]
-        self._keep(UsedTurn(account, turn, utility))
+        self._keep(UsedTurn(account, turn, utility, retries=raw.retries_taken))
         return self._tell(http, account, turn, request, judgement, utility)
 
     def _keep(self, turn: UsedTurn) -> None:
@@ -321,7 +350,8 @@ class Users:
             await self._signal(http, account, turn, "invalid_call")
             return
         kept, gone = rng.random() < utility, rng.random() < population.drop_A[account] / 2
-        after, noticed = float(rng.uniform(0.2, 0.9)) * self._window, rng.random() < population.skill_A[account]
+        seconds = self._window / self._pace.speed
+        after, noticed = float(rng.uniform(0.2, 0.9)) * seconds, rng.random() < population.skill_A[account]
         edit = ulid()
         digests = [blake3.blake3(text.encode()).hexdigest()[:32] for text in (request.source, judgement.source)]
         lines = request.source.count("\n") + 1
@@ -345,7 +375,7 @@ class Users:
         elif not kept:
             await self._signal(http, account, subject, "undone")
         else:
-            await asyncio.sleep(self._window - after + 0.05)
+            await asyncio.sleep(seconds - after + 0.05)
             await self._signal(http, account, subject, "survived", horizon=self._window)
 
     async def _signal(self, http: httpx2.AsyncClient, account: int, subject: str, name: str, **more: Any) -> None:
@@ -359,7 +389,9 @@ class Users:
             "client_sequence": number,
             **more,
         }
-        if await self._post(http, "/v1/feedback", event) not in ("recorded", "duplicate"):
+        if await self._post(http, "/v1/feedback", event) in ("recorded", "duplicate"):
+            self.acknowledged.append(str(event["event_id"]))
+        else:
             self.lost += 1
 
     async def _post(self, http: httpx2.AsyncClient, path: str, body: Any) -> str:
