@@ -35,7 +35,7 @@ LIGHT = (
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "numba"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-FILE_LINES, FILE_TOKENS, FUNCTION_LINES, ROOT_FILES, PAGES_WORDS = 600, 4_500, 80, 8, 31_150
+FILE_LINES, FILE_TOKENS, FUNCTION_LINES, ROOT_FILES, PAGES_WORDS = 600, 4_500, 80, 8, 31_190
 DOORS = 121  # modules that other rooms import
 NAME_ROOMS = 2  # that have a file of the same name
 UNFORMATTED = 60  # tables whose columns ruff would not keep
