@@ -36,7 +36,7 @@ def on_vllm(test: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def serving(model: Path, log: Path, *options: str, **environment: str) -> Iterator[str]:
-    """The URL of a vLLM server of `model`, called "m"."""
+    """The URL of a vLLM server of `model`, called "m"; one that keeps turns may still wait for its first version."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -72,6 +72,7 @@ def serving(model: Path, log: Path, *options: str, **environment: str) -> Iterat
 
 def _healthy(url: str) -> bool:
     try:
-        return httpx2.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200
+        answer = httpx2.get(f"{url}/health", timeout=10, trust_env=False)
+        return answer.status_code == 200 or b"waiting" in answer.content
     except httpx2.HTTPError:
         return False

@@ -281,6 +281,13 @@ def test_health_tells_version_and_digest_of_the_workers(client: TestClient, engi
     assert client.get("/health").json() == {
         "status": "ok", "error": "", "keeps_turns": True, "version": 3, "digest": "three",
     }  # fmt: skip
+    engine.version, engine.digest = -1, ""
+    client.post("/resume")
+    waiting = client.get("/health")
+    assert (waiting.status_code, waiting.json()["status"]) == (503, "waiting"), "its checkpoint is no release"
+    engine.version, engine.digest = 3, "three"
+    client.post("/resume")
+    assert client.get("/health").status_code == 200
     engine.version, engine.digest = 4, "four"
     client.post("/pause")
     assert client.get("/health").json()["version"] == 3, "during an update, the version before"

@@ -260,7 +260,8 @@ class TurnKeeper:
         )
 
     async def _health(self, scope: Any, receive: Any, send: Any) -> None:
-        """vLLM's answer, with a body if the server is well. During an update, the version before."""
+        """vLLM's answer, with a body if the server is well; 503 before a version of a store is live, for the checkpoint is
+        no release. During an update, the version before."""
         head: dict[str, Any] = {}
 
         async def held(message: Any) -> None:
@@ -269,8 +270,10 @@ class TurnKeeper:
         await self._app(scope, receive, held)
         if head.get("status") != 200:
             return await Response(status_code=head.get("status", 503))(scope, receive, send)
-        state = {"status": "ok", "error": "", "keeps_turns": True, **await self._state()}
-        await JSONResponse(state)(scope, receive, send)
+        live = await self._state()
+        why = "" if live["version"] >= 0 else "it serves its checkpoint: feed it a version with `etude weights feed`"
+        body = {"status": "waiting" if why else "ok", "error": why, "keeps_turns": True, **live}
+        await JSONResponse(body, 503 if why else 200)(scope, receive, send)
 
     async def _state(self) -> dict[str, Any]:
         """Version and digest of the weights in the workers' memory; -1 and "" before a version is live."""
