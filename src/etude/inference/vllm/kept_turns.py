@@ -260,8 +260,8 @@ class TurnKeeper:
         )
 
     async def _health(self, scope: Any, receive: Any, send: Any) -> None:
-        """vLLM's answer, with a body if the server is well; 503 before a version of a store is live, for the checkpoint is
-        no release. During an update, the version before."""
+        """vLLM's answer, with a body if the server is well. During an update, the version before; 503 before the first,
+        for the checkpoint is no release."""
         head: dict[str, Any] = {}
 
         async def held(message: Any) -> None:
