@@ -367,7 +367,7 @@ def test_a_server_of_the_gate_that_fails_fails_the_gate_and_not_the_loop(two: Si
             async with player._served(release) as client:
                 await client.generate(GenerateRequest(ids=[1], max_tokens=1), 5.0)
 
-        failed = pytest.raises(UserError, match="a server of the gate failed, EngineError .*: look at its log")
+        failed = pytest.raises(UserError, match=r"a server of the gate failed, EngineError .*: look at its log")
         with Player(operations.ReleaseSite(config, two.site.engine)) as player, failed:
             asyncio.run(play(player))
 
