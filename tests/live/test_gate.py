@@ -27,7 +27,7 @@ from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, new_blob, open_blobs, seal
 from etude.live.log.privacy import plant
 from etude.live.log.records import Arm, Release, ReleaseStage, TurnContent, VersionSpan
-from etude.live.release import gate, operations
+from etude.live.release import gate, operations, player
 from etude.live.release.gate import above_floor, compare_paired, integrity, play_gate
 from etude.live.release.player import Answer, Player, compare_answers, prefixes
 from etude.live.release.releases import StoreTarget
@@ -354,22 +354,32 @@ def test_turns_without_tokens_take_no_place_among_the_prefixes(two: Site) -> Non
     assert [prefix.messages[-1].text for prefix in prefixes(two.site, 2)] == ["Fix 1.", "Fix 0."]
 
 
-def test_a_server_of_the_gate_that_fails_fails_the_gate_and_not_the_loop(two: Site, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("served", "why"),
+    [
+        (0, r"a server of the gate failed, EngineError .*: look at its log"),
+        (7, r"of the gate does not follow .*/of-the-gate: it serves version 7"),  # the same content of another store
+    ],
+)
+def test_a_server_of_the_gate_that_fails_is_named(
+    two: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: int, why: str
+) -> None:
+    """The loop tries the gate again."""
+    monkeypatch.setattr(player, "_FOLLOW_SECONDS", 0.5)
     play_gate(two.site, published(two, 0, FIRST), passes, replayed, print)
     release = two.site.read().states[-1].release
-    told = {"version": 0, "digest": release.manifest}
+    told = {"version": served, "digest": release.manifest}
     app = Starlette(routes=[Route("/health", lambda _: JSONResponse(told))])  # and no other route
     with answering(app) as url:
         gate = two.site.config.gate.model_copy(update={"urls": (url,), "store": str(tmp_path / "of-the-gate")})
         config = two.site.config.model_copy(update={"gate": gate})
 
-        async def play(player: Player) -> None:
-            async with player._served(release) as client:
+        async def play(of: Player) -> None:
+            async with of._served(release) as client:
                 await client.generate(GenerateRequest(ids=[1], max_tokens=1), 5.0)
 
-        failed = pytest.raises(UserError, match=r"a server of the gate failed, EngineError .*: look at its log")
-        with Player(operations.ReleaseSite(config, two.site.engine)) as player, failed:
-            asyncio.run(play(player))
+        with Player(operations.ReleaseSite(config, two.site.engine)) as made, pytest.raises(UserError, match=why):
+            asyncio.run(play(made))
 
 
 def test_the_servers_of_the_gate_are_no_clusters(tmp_path: Path) -> None:

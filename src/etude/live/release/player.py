@@ -254,10 +254,12 @@ class Player:
         deadline = time.monotonic() + _FOLLOW_SECONDS
         while True:
             (state,) = store_states([target])
-            if not state.lagging and state.version is not None:
+            # The same content under another number is that of another store.
+            others = state.lagging or [server for server in state.servers if server.version != state.version]
+            if not others and state.version is not None:
                 return state.version
             if time.monotonic() > deadline:
-                late = state.lagging[0]
+                late = others[0]
                 why = late.error or f"it serves version {late.version}"
                 raise UserError(f"{late.url} of the gate does not follow {gate.store}: {why}")
             time.sleep(_POLL_SECONDS)
