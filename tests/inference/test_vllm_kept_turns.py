@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -191,13 +190,9 @@ def test_a_body_that_is_refused_leaves_no_tokens(engine: FakeEngine, body: bytes
 
 
 def test_one_long_turn_keeps_no_ended_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    store = TurnStore[str](lambda turn: turn != "long")
-    assert store.keep(ULIDS[0], "long", 1)
-    assert store.keep(ULIDS[1], "ended", 1)
-    now = 61.0
-    assert store.keep(ULIDS[2], "new", 1)
+    monkeypatch.setattr("etude.inference.turn_store._SECONDS", 0.0)
+    store = TurnStore[str](lambda turn: turn == "ended")
+    assert all(store.keep(name, turn, 1) for name, turn in zip(ULIDS, ("long", "ended", "new"), strict=False))
     assert [store.take(name) for name in ULIDS[:3]] == ["long", None, "new"]
 
 
