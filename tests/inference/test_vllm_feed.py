@@ -12,7 +12,7 @@ import pytest
 import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from etude.errors import UserError
@@ -210,6 +210,7 @@ class Vllm:
         self.calls: list[str] = []
         self.paused = False
         self.weight_version = "default"
+        self.holding = 0  # tries of a reset for which keys are still held
 
     async def rpc(self, request: Request) -> JSONResponse:
         body = await request.json()
@@ -227,7 +228,9 @@ class Vllm:
 
     async def reset(self, request: Request) -> JSONResponse:
         assert request.query_params["reset_running_requests"] == "true"
-        return self._done("reset")
+        self.calls.append("reset")
+        self.holding -= 1
+        return JSONResponse({"success": self.holding < 0})
 
     async def named(self, request: Request) -> JSONResponse:
         self.weight_version = (await request.json())["new_version"]
@@ -330,6 +333,47 @@ def test_a_server_that_was_started_anew_is_fed_again(store):
 def _quietly(url: str, store: object, say: object) -> None:
     with suppress(KeyboardInterrupt):
         feed(url, store, every=0.01, say=say)
+
+
+def test_no_key_of_the_weights_before_is_used_with_new_ones(store):
+    """vLLM answers that it could not give up its blocks yet."""
+    publish(store, 1)
+    vllm = Vllm(store)
+    vllm.holding = 2
+    with answering(vllm.app()) as url:
+        assert feed(url, store, once=True, say=lambda _: None) == 0
+    assert vllm.calls[-5:] == ["reset", "reset", "reset", "named", "resume"]
+
+
+def test_a_version_that_another_feed_brought_is_live(store):
+    publish(store, 1)
+    lines, vllm = list[str](), Vllm(store)
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 1:
+            other = threading.Thread(target=Feeder(url).update, args=(0,))
+            other.start()
+            other.join()
+
+    with answering(vllm.app()) as url:
+        assert feed(url, store, once=True, deadline=60, say=say) == 0
+    assert lines[1:] == ["not live yet: the server does not find version 0 in the store"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (JSONResponse({}, 401), "needs another token: set ETUDE_API_KEY"),
+        (PlainTextResponse("<html>"), "is no vLLM server"),
+        (JSONResponse([]), "is no vLLM server"),
+        (JSONResponse({}), "is no vLLM server"),
+    ],
+)
+def test_what_no_waiting_mends_ends_the_feed_at_once(store, answer, why):
+    app = Starlette(routes=[Route("/collective_rpc", lambda _: answer, methods=["POST"])])
+    with answering(app) as url, pytest.raises(UserError, match=why):
+        feed(url, store, say=lambda _: None)
 
 
 def wait_until(holds) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from etude.inference.turn_store import TurnStore
 from etude.inference.vllm.kept_turns import TurnKeeper, is_plain
 from etude.protocol import TOKEN_VARIABLE, TURN_HEADER, ServedTokens, bearer
 from etude.renderers import renderer_for
@@ -163,8 +165,35 @@ def test_requests_without_the_header_are_not_touched(client: TestClient, engine:
         "/v1/chat/completions", json={"messages": MESSAGES, "params": {"logprobs": 4}}, headers={TURN_HEADER: ULIDS[1]}
     )
     assert engine.asked[1].logprobs == 4, "the client's own number stays"
-    client.post("/v1/chat/completions", json={"messages": MESSAGES}, headers={TURN_HEADER: "no ulid"})
-    assert client.get("/v1/turns/no ulid").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["no ulid", ULIDS[0].lower(), ULIDS[1]])
+def test_a_turn_whose_name_cannot_be_kept_is_an_ordinary_request(client: TestClient, name: str) -> None:
+    client.post("/v1/chat/completions", json={}, headers={TURN_HEADER: ULIDS[1]})
+    answer = client.post("/v1/chat/completions", json={}, headers={TURN_HEADER: name, "x-request-id": "own"})
+    assert answer.json()["id"] == "own"
+    assert client.get(f"/v1/turns/{name}").status_code == (200 if name == ULIDS[1] else 404)
+
+
+def test_a_huge_request_drops_no_other_turn(client: TestClient) -> None:
+    client.post("/v1/chat/completions", json={}, headers={TURN_HEADER: ULIDS[0]})
+    huge = b'{"x": "' + b"x" * (17 << 20) + b'"}'
+    assert client.post("/v1/chat/completions", content=huge, headers={TURN_HEADER: ULIDS[1]}).status_code == 200
+    assert [client.get(f"/v1/turns/{name}").status_code for name in ULIDS[:2]] == [200, 404]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null"])
+def test_a_body_that_is_refused_leaves_no_tokens(engine: FakeEngine, body: bytes) -> None:
+    with TestClient(served(engine), raise_server_exceptions=False) as client:
+        assert client.post("/v1/messages", content=body, headers={TURN_HEADER: ULIDS[0]}).status_code == 500
+        assert client.get(f"/v1/turns/{ULIDS[0]}").status_code == 410
+
+
+def test_one_long_turn_keeps_no_ended_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.inference.turn_store._SECONDS", 0.0)
+    store = TurnStore[str](lambda turn: turn == "ended")
+    assert all(store.keep(name, turn, 1) for name, turn in zip(ULIDS, ("long", "ended", "new"), strict=False))
+    assert [store.take(name) for name in ULIDS[:3]] == ["long", None, "new"]
 
 
 def test_a_stream_is_read_as_it_passes_and_a_client_may_leave(client: TestClient, engine: FakeEngine) -> None:
@@ -295,6 +324,23 @@ def test_health_tells_version_and_digest_of_the_workers(client: TestClient, engi
     assert client.get("/health").json()["digest"] == "four"
 
 
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_server_whose_workers_do_not_answer_is_not_well(
+    client: TestClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, deaf: bool
+) -> None:
+    async def rpc(method: str, timeout: float | None = None) -> None:
+        await asyncio.sleep(30 if deaf else 0)
+        raise RuntimeError("the engine is dead")
+
+    monkeypatch.setattr("etude.inference.vllm.kept_turns._RPC_SECONDS", 0.05)
+    engine.collective_rpc = rpc  # pyright: ignore[reportAttributeAccessIssue]
+    assert client.get("/health").status_code == 200, "its version is known until an update"
+    client.post("/resume")
+    answer = client.get("/health")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].startswith("the workers do not answer: ")
+
+
 def test_all_routes_but_health_need_the_token(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     with TestClient(served(engine)) as client:
@@ -312,11 +358,13 @@ def test_all_routes_but_health_need_the_token(engine: FakeEngine, monkeypatch: p
         (lambda e: setattr(e.vllm_config.parallel_config, "_api_process_count", 2), "--api-server-count 1"),
         (lambda e: setattr(e.vllm_config, "speculative_config", object()), "--speculative-config"),
         (lambda e: setattr(e, "has_worker", False), "--worker-extension-cls"),
+        (lambda _: os.environ.update(VLLM_API_KEY="k"), "vLLM's own key does not cover the turns: set ETUDE_API_KEY"),
     ],
 )  # fmt: skip
 def test_a_server_that_cannot_keep_turns_does_not_start(
-    engine: FakeEngine, change: Callable[[FakeEngine], None], why: str
+    engine: FakeEngine, change: Callable[[FakeEngine], None], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "")
     change(engine)
 
     async def started() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 import sqlalchemy as sa
 import torch
 from benchmarks.live_gate import false_promotions
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from etude.config import RLConfig, ServerConfig, WeightSource, find_model, validate
 from etude.errors import UserError
@@ -23,12 +27,13 @@ from etude.live.log import journal, schema
 from etude.live.log.accounts import Accounts, new_blob, open_blobs, seal
 from etude.live.log.privacy import plant
 from etude.live.log.records import Arm, Release, ReleaseStage, TurnContent, VersionSpan
-from etude.live.release import gate, operations
+from etude.live.release import gate, operations, player
 from etude.live.release.gate import above_floor, compare_paired, integrity, play_gate
-from etude.live.release.player import Answer, Player, compare_answers
+from etude.live.release.player import Answer, Player, compare_answers, prefixes
 from etude.live.release.releases import StoreTarget
 from etude.live.release.reports import GatePart, keep_report, read_report
 from etude.live.release.stores import bring
+from etude.protocol import GenerateRequest
 from etude.records import StepRecord
 from etude.renderers import renderer_for
 from etude.run.engines import engine_url, spawn_engine
@@ -39,6 +44,8 @@ from etude.weights.manifest import newest_manifest
 from etude.weights.publisher import Publisher
 from etude.weights.signature import generate_key, read_private_key
 from tests.helpers.followers import Site, site
+from tests.helpers.http_apps import answering
+from tests.helpers.live import live_config
 from tests.helpers.live_story import new_session, new_turn
 from tests.helpers.mixtures import widened
 from tests.helpers.small_tensors import nudged, tensors
@@ -310,7 +317,7 @@ def test_replay_bands_are_two_sided() -> None:
     assert not leak.passed
 
 
-def consented(made: Site, request: str, number: int) -> None:
+def consented(made: Site, request: str, number: int, reason: str = "") -> None:
     """A turn of a consenting account, in the log as the gateway writes it."""
     folder = Path(made.options["folder"])
     keys, store = Accounts(folder), open_blobs(folder)
@@ -334,8 +341,51 @@ def consented(made: Site, request: str, number: int) -> None:
         store.put(blob, seal(secret, msgspec.msgpack.encode(content), blob))
         session = new_session(account=account, opened=at)
         spans = (VersionSpan(low=0, high=2, version=0),)
-        turn = new_turn(session.id, spans=spans, sampled_tokens=2, blob=blob, at=at + 1)
+        turn = new_turn(session.id, spans=spans, sampled_tokens=2, blob=blob, at=at + 1, reason=reason)
         journal.add(connection, [session, turn])
+
+
+def test_turns_without_tokens_take_no_place_among_the_prefixes(two: Site) -> None:
+    """Of other servers' answers the text is kept, and they may be most turns."""
+    for number in range(2):
+        consented(two, f"Fix {number}.", number)
+    for number in range(2, 6):
+        consented(two, f"Fix {number}.", number, reason=("no_tokens", "scrubbed")[number % 2])
+    assert [prefix.messages[-1].text for prefix in prefixes(two.site, 2)] == ["Fix 1.", "Fix 0."]
+
+
+@pytest.mark.parametrize(
+    ("served", "why"),
+    [
+        (0, r"a server of the gate failed, EngineError .*: look at its log"),
+        (7, r"of the gate does not follow .*/of-the-gate: it serves version 7"),  # the same content of another store
+    ],
+)
+def test_a_server_of_the_gate_that_fails_is_named(
+    two: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: int, why: str
+) -> None:
+    """The loop tries the gate again."""
+    monkeypatch.setattr(player, "_FOLLOW_SECONDS", 0.5)
+    play_gate(two.site, published(two, 0, FIRST), passes, replayed, print)
+    release = two.site.read().states[-1].release
+    told = {"version": served, "digest": release.manifest}
+    app = Starlette(routes=[Route("/health", lambda _: JSONResponse(told))])  # and no other route
+    with answering(app) as url:
+        gate = two.site.config.gate.model_copy(update={"urls": (url,), "store": str(tmp_path / "of-the-gate")})
+        config = two.site.config.model_copy(update={"gate": gate})
+
+        async def play(of: Player) -> None:
+            async with of._served(release) as client:
+                await client.generate(GenerateRequest(ids=[1], max_tokens=1), 5.0)
+
+        with Player(operations.ReleaseSite(config, two.site.engine)) as made, pytest.raises(UserError, match=why):
+            asyncio.run(play(made))
+
+
+def test_the_servers_of_the_gate_are_no_clusters(tmp_path: Path) -> None:
+    more = {"gate": {"urls": ["http://b:1/"], "store": str(tmp_path / "gate")}}
+    with pytest.raises(UserError, match=r"gate\.urls are the gate's alone, and http://b:1 is a cluster's"):
+        live_config(tmp_path, "http://a:1", "http://b:1", **more)
 
 
 @pytest.fixture(params=["started", "urls", pytest.param("vllm", marks=needs_vllm)])

@@ -22,7 +22,7 @@ from etude.errors import UserError
 from etude.live.release.canary import Difference
 from etude.live.release.releases import ReleaseLog
 from etude.live.simulate import figures
-from etude.live.simulate.clients import UsedTurn, UserModel, Users
+from etude.live.simulate.clients import UsedTurn, UserModel, Users, mean_utility
 from etude.live.simulate.demo import check_log
 from etude.live.simulate.figures import HeldoutScore, LiveDemo, ReleaseOutcome, SuiteChange, UsedWindow, report
 from etude.live.simulate.users import draw_population
@@ -106,7 +106,22 @@ def test_figures_are_read_as_they_were_kept(tmp_path: Path) -> None:
     assert (tmp_path / "demo.json").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b"[", b'{"model": "nano", "seed": "x", "wanted": 1}'])
+def test_a_window_and_a_release_without_answers_can_be_read_again(tmp_path: Path) -> None:
+    done = begun(tmp_path)
+    nothing = mean_utility([UsedTurn(2, "", 0.0, "APIError: away")])
+    done.windows[2] = UsedWindow(701, nothing)
+    done.outcomes[3] = ReleaseOutcome(3, True, False, (), nothing, 300.0)
+    figures.keep(tmp_path, done)
+    assert figures.load(tmp_path) == done
+    assert "before each window: 0.250, -." in report(done)
+    assert "| 3 (planted) | rolled back:  | 5:00 | - | - |" in report(done)
+
+
+@pytest.mark.parametrize("damage", [
+    b"", b"{}", b"[", b'{"model": "nano", "seed": "x", "wanted": 1}',
+    b'{"model": "nano", "seed": -1, "wanted": 1}', b'{"model": "nano", "seed": 1, "wanted": 0}',
+    b'{"model": "nano", "seed": 1, "wanted": 1, "functions": ["f"], "scores": {"1": {"house": [], "right": [1]}}}',
+])  # fmt: skip
 def test_damaged_figures_are_refused_by_name(tmp_path: Path, damage: bytes) -> None:
     begun(tmp_path)
     (tmp_path / "demo.json").write_bytes(damage)

@@ -85,7 +85,7 @@ def plain(message: Any) -> dict[str, Any]:
         ("chat", events(*CHAT_STREAM), True, "tool_calls"),
         ("responses", json.dumps(whole("responses")).encode(), False, "completed"),
         ("responses", events(*RESPONSES_STREAM, name=True), True, "completed"),
-        ("responses", events(*RESPONSES_STREAM[:-1], name=True), True, ""),
+        ("responses", events(*RESPONSES_STREAM[:-1], name=True), True, "abort"),
         ("messages", json.dumps(whole("messages")).encode(), False, "tool_use"),
         ("messages", events(*MESSAGES_STREAM, name=True), True, "tool_use"),
         ("messages", events(*MESSAGES_STREAM, name=True).replace(b"\n", b"\r\n"), True, "tool_use"),
@@ -114,3 +114,28 @@ def test_a_stream_may_break_off_anywhere(api: str, stream: list[dict[str, Any]])
     ]
     assert all("Done: é.".startswith(text) for text in texts)
     assert texts[-1] == "Done: é."
+
+
+def test_an_answer_holds_nothing_but_its_own_words() -> None:
+    """Other servers answer in other forms: what is written to the log can be written, and the reason is a word."""
+    call = {"id": "\ud800", "function": {"name": "f", "arguments": "\udfff"}}
+    message = {"role": "user", "name": 10**400, "weight": 3, "content": "a\ud800", "tool_calls": [call], "more": {}}
+    for reason in ("AKIA" + "Q" * 16, {"a": 1}, "\ud800", "x" * 33, 7, None):
+        body = json.dumps({"choices": [{"message": message, "finish_reason": reason}]}).encode()
+        answer = answer_message("chat", body, False)
+        assert answer is not None
+        assert answer[1] == ""
+        assert json.loads(json.dumps(answer[0], ensure_ascii=False).encode()) == {
+            "role": "assistant", "content": "a?",
+            "tool_calls": [{"id": "?", "type": "function", "function": {"name": "f", "arguments": "?"}}],
+        }  # fmt: skip
+    items = [{"type": "message", "role": "user", "content": "q"}, OUTPUT[1]]
+    said = answer_message("responses", json.dumps({"output": items, "status": "completed"}).encode(), False)
+    assert said == ({"role": "assistant", "content": "Done: é."}, "completed")
+
+
+def test_fields_of_calls_that_are_new_do_not_hide_an_answer() -> None:
+    new = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{}", "thought": {"a": 1}}}
+    answer = answer_message("chat", events(chunk(content="x"), chunk(tool_calls=[new]), chunk(finish="stop")), True)
+    assert answer is not None
+    assert (answer[0]["content"], answer[0]["tool_calls"][0]["function"]) == ("x", {"name": "f", "arguments": "{}"})

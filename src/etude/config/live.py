@@ -180,4 +180,7 @@ class LiveConfig(Section):
         stores = {store for each in self.clusters for store in (each.store, each.canary_store, each.holdback_store)}
         if self.gate.urls and self.gate.store in stores:
             raise ValueError("gate.store is a store of its own: versions that nobody has released are served from it")
+        served = {url.rstrip("/") for c in self.clusters for url in (*c.urls, *c.canary_urls, *c.holdback_urls)}
+        if shared := sorted(served & {url.rstrip("/") for url in self.gate.urls}):
+            raise ValueError(f"gate.urls are the gate's alone, and {shared[0]} is a cluster's")
         return self

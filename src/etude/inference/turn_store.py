@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ class _StoredTurn(Generic[T]):
 
 
 class TurnStore(Generic[T]):
-    """Turns by name; above a limit of number or size, and an ended turn after a minute, the oldest are dropped.
+    """Turns by name; above a limit of number or size the oldest are dropped, and ended turns after a minute.
     `is_ended` tells whether a turn's last token has come."""
 
     def __init__(self, is_ended: Callable[[T], bool]) -> None:
@@ -35,18 +36,18 @@ class TurnStore(Generic[T]):
         self._size = 0
 
     def keep(self, name: str, turn: T, size: int) -> bool:
-        """Keeps a turn of about `size` prompt tokens. False for a name that is no ULID, or is taken."""
-        if not NAME.fullmatch(name) or name in self._kept:
+        """Keeps a turn of about `size` prompt tokens. False for a name that is no ULID, or is taken, and for a turn
+        that is larger than all may be."""
+        if not NAME.fullmatch(name) or name in self._kept or size > _MAX_SIZE:
             return False
         self._kept[name] = _StoredTurn(turn, size, time.monotonic())
         self._size += size
         while len(self._kept) > _MOST or self._size > _MAX_SIZE:
             self.take(next(iter(self._kept)))
-        while (oldest := next(iter(self._kept), None)) is not None:
-            kept = self._kept[oldest]
-            if kept.since > time.monotonic() - _SECONDS or not self._is_ended(kept.turn):
-                break
-            self.take(oldest)
+        before = time.monotonic() - _SECONDS
+        old = takewhile(lambda item: item[1].since <= before, self._kept.items())
+        for ended in [name for name, kept in old if self._is_ended(kept.turn)]:
+            self.take(ended)
         return True
 
     def take(self, name: str) -> T | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import httpx2
 
@@ -80,6 +81,9 @@ async def _feed(
                 if time.monotonic() - seen > deadline:
                     raise UserError(f"{server.url} stays at version {live}: {e}") from None
                 say(f"not live yet: {e}")
+                with suppress(NotLive):  # another feed may have brought it there
+                    live = max(live, min(int(worker["version"]) for worker in await server.ask("etude_status")))
+                seen = seen if live < newest else None
             else:
                 live, seen = swapped.version, None
                 say(f"version {live} is live, digest {swapped.digest}, pause {1e3 * swapped.pause:.0f} ms")

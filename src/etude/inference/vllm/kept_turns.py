@@ -9,7 +9,8 @@ GET  /health                                                version and digest o
 
 All three APIs sample by one method of vLLM's engine, where a turn's prompt, tokens, log-probabilities and versions are
 read as they pass. Clients get the bytes that vLLM sends without this class. Message and malformed calls are read from
-the tokens by etude's dialect. With a token in $ETUDE_API_KEY all routes but health need it (`guard.py`).
+the tokens by etude's dialect. With a token in $ETUDE_API_KEY all routes but health need it (`guard.py`); vLLM's own
+key does not cover the turns, so it is refused without that token.
 """
 
 # pyright: basic
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
@@ -33,7 +35,7 @@ from starlette.responses import JSONResponse, Response
 from etude.errors import UserError
 from etude.inference.turn_store import WAIT_SECONDS, TurnStore
 from etude.inference.vllm.guard import HEALTH, TokenGuard
-from etude.protocol import MSGPACK, TURN_HEADER, ServedTokens, error, headers, own_token
+from etude.protocol import MSGPACK, TOKEN_VARIABLE, TURN_HEADER, ServedTokens, error, headers, own_token
 from etude.protocol.apis import SampledTurn, tools_of
 from etude.records import Generation
 from etude.renderers import Renderer, renderer_for
@@ -128,15 +130,20 @@ class TurnKeeper:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             try:
-                await self._begin(scope["app"].state.engine_client)
+                await self._begin(scope["app"].state)
             except UserError as e:
                 await receive()
                 return await send({"type": "lifespan.startup.failed", "message": str(e)})
         await self._entrance(scope, receive, send)
 
-    async def _begin(self, engine: Any) -> None:
+    async def _begin(self, state: Any) -> None:
         """Reads the model's dialect, and wraps the engine's method. Raises UserError."""
+        engine = state.engine_client
         refuse(engine.vllm_config)
+        if own_token() is None and (
+            os.environ.get("VLLM_API_KEY") or getattr(getattr(state, "args", None), "api_key", None)
+        ):
+            raise UserError(f"vLLM's own key does not cover the turns: set {TOKEN_VARIABLE} to the same key")
         self._engine, generate = engine, engine.generate
         try:
             await self._state()
@@ -177,26 +184,27 @@ class TurnKeeper:
                 await self._app(scope, receive, send)
             finally:
                 self._live = None if path == _CHANGES[-1] else self._live
-        elif path in _PATHS and (name := next(headers(scope, TURN_HEADER.encode()), "")):
+        elif path in _PATHS and method == "POST" and (name := next(headers(scope, TURN_HEADER.encode()), "")):
             await self._keep(name, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     async def _keep(self, name: str, scope: Any, receive: Any, send: Any) -> None:
-        """Passes a request on, and keeps its turn. vLLM makes the answer's id of the header `X-Request-Id`."""
+        """Passes a request on, and keeps its turn, if its name can be kept. vLLM makes the answer's id of the header
+        `X-Request-Id`."""
         messages, body = [await receive()], bytearray()
         while messages[-1].get("more_body"):
             messages.append(await receive())
         for message in messages:
             body += message.get("body", b"")
         turn = _WatchedTurn(name, bytes(body), self._changes)
-        if not self._store.keep(name, turn, len(body) // 4):
-            turn.ended.set()
         left = iter(messages)
 
         async def again() -> Any:
             return next(left, None) or await receive()
 
+        if not self._store.keep(name, turn, len(body) // 4):
+            return await self._app(scope, again, send)
         own = [(b"x-request-id", name.encode())]
         scope = dict(scope) | {"headers": [*(h for h in scope["headers"] if h[0] != b"x-request-id"), *own]}
         mark = _TURN.set(turn)
@@ -261,7 +269,7 @@ class TurnKeeper:
 
     async def _health(self, scope: Any, receive: Any, send: Any) -> None:
         """vLLM's answer, with a body if the server is well. During an update, the version before; 503 before the first,
-        for the checkpoint is no release."""
+        for the checkpoint is no release, and if the workers do not answer."""
         head: dict[str, Any] = {}
 
         async def held(message: Any) -> None:
@@ -270,7 +278,10 @@ class TurnKeeper:
         await self._app(scope, receive, held)
         if head.get("status") != 200:
             return await Response(status_code=head.get("status", 503))(scope, receive, send)
-        live = await self._state()
+        try:
+            live = await self._state()
+        except Exception as e:
+            return await error(503, f"the workers do not answer: {type(e).__name__} {e}".strip())(scope, receive, send)
         why = "" if live["version"] >= 0 else "it serves its checkpoint: feed it a version with `etude weights feed`"
         body = {"status": "waiting" if why else "ok", "error": why, "keeps_turns": True, **live}
         await JSONResponse(body, 503 if why else 200)(scope, receive, send)
@@ -279,7 +290,8 @@ class TurnKeeper:
         """Version and digest of the weights in the workers' memory; -1 and "" before a version is live."""
         if self._live is None:
             before = self._changes
-            workers = await self._engine.collective_rpc("etude_status", timeout=_RPC_SECONDS)
+            async with asyncio.timeout(_RPC_SECONDS):
+                workers = await self._engine.collective_rpc("etude_status", timeout=_RPC_SECONDS)
             live = {name: workers[0][name] for name in ("version", "digest")}
             if before != self._changes:
                 return live

@@ -39,7 +39,15 @@ from etude.live.release.releases import StoreTarget
 from etude.live.release.reports import SPLIT, GatePart
 from etude.live.release.stores import bring, store_states
 from etude.protocol import GenerateRequest, bearer, own_token
-from etude.protocol.backends import EngineBackend, EngineClient, EtudeBackend, VllmBackend, VllmServer, WeightsOf
+from etude.protocol.backends import (
+    EngineBackend,
+    EngineClient,
+    EngineError,
+    EtudeBackend,
+    VllmBackend,
+    VllmServer,
+    WeightsOf,
+)
 from etude.records import Budget
 from etude.renderers import Renderer, renderer_for
 from etude.run.engines import engine_token, start_engine, start_seconds
@@ -206,7 +214,16 @@ class Player:
 
     @asynccontextmanager
     async def _served(self, release: Release) -> AsyncIterator[EngineClient]:
-        """The client of servers of a release: those of the gate, which follow its store, or one that is started."""
+        """The client of servers of a release. Raises UserError, also if they fail while they are used."""
+        try:
+            async with self._opened(release) as client:
+                yield client
+        except (EngineError, TimeoutError) as e:
+            raise UserError(f"a server of the gate failed, {type(e).__name__} {e}: look at its log") from None
+
+    @asynccontextmanager
+    async def _opened(self, release: Release) -> AsyncIterator[EngineClient]:
+        """The client of those of the gate, which follow its store, or of one that is started."""
         gate, context = self.site.config.gate, self.budget.context
         if gate.urls:
             version = await asyncio.to_thread(self._bring, release)
@@ -237,10 +254,12 @@ class Player:
         deadline = time.monotonic() + _FOLLOW_SECONDS
         while True:
             (state,) = store_states([target])
-            if not state.lagging and state.version is not None:
+            # The same content under another number is that of another store.
+            others = state.lagging or [server for server in state.servers if server.version != state.version]
+            if not others and state.version is not None:
                 return state.version
             if time.monotonic() > deadline:
-                late = state.lagging[0]
+                late = others[0]
                 why = late.error or f"it serves version {late.version}"
                 raise UserError(f"{late.url} of the gate does not follow {gate.store}: {why}")
             time.sleep(_POLL_SECONDS)
@@ -273,9 +292,10 @@ def prefixes(site: ReleaseSite, most: int) -> list[Prefix]:
     """The newest main turns with consented content, newest first. Raises UserError."""
     turns, sessions = schema.turns, schema.sessions
     query = sa.select(turns, sessions.c.account).join(sessions, sessions.c.id == turns.c.session)
-    query = (
-        query.where(turns.c.blob.is_not(None), turns.c.kind == TurnKind.MAIN).order_by(turns.c.at.desc()).limit(most)
-    )
+    # Of a turn that another server answered, or that was scrubbed, the prompt's tokens are not known.
+    is_known = turns.c.reason.not_in(("no_tokens", "scrubbed"))
+    query = query.where(turns.c.blob.is_not(None), is_known, turns.c.kind == TurnKind.MAIN)
+    query = query.order_by(turns.c.at.desc()).limit(most)
     with journal.reading(site.engine) as connection:
         rows = [dict(row) for row in connection.execute(query).mappings()]
     if not rows:
@@ -289,7 +309,7 @@ def prefixes(site: ReleaseSite, most: int) -> list[Prefix]:
         if key is None:  # forgotten
             continue
         content = contents.turn(key, journal.record(ServedTurn, row))  # pyright: ignore[reportArgumentType]
-        if isinstance(content, TurnContent) and content.prompt_ids:  # else its prompt's tokens are not known
+        if isinstance(content, TurnContent):
             consented.append(prefix_of(content))
     return consented
 

@@ -412,7 +412,7 @@ class Users:
         return ""
 
 
-def mean_utility(turns: Sequence[UsedTurn]) -> float:
-    """Mean hidden utility of the answers."""
+def mean_utility(turns: Sequence[UsedTurn]) -> float | None:
+    """Mean hidden utility of the answers; None without any."""
     utilities = [turn.utility for turn in turns if turn.turn]
-    return float(np.mean(utilities)) if utilities else float("nan")
+    return float(np.mean(utilities)) if utilities else None

@@ -219,7 +219,7 @@ class _Story:
         new = users.turns[seen:]
         self.done.windows[number] = used = UsedWindow(len(users.turns), mean_utility(new))
         self._keep()
-        self._log(f"window {number}: {len(new):,} turns, mean hidden utility {used.utility:.3f}")
+        self._log(f"window {number}: {len(new):,} turns, mean hidden utility {figures.shown(used.utility)}")
         time.sleep(self._site.config.labels.delay_seconds)
         step(self._site, self._log)
 

@@ -30,22 +30,23 @@ class HeldoutScore:
 @dataclass(frozen=True)
 class UsedWindow:
     """The turns of a window. `turns`: all turns of users before its cut; `utility`: the mean of those since the cut
-    before."""
+    before, None without an answer."""
 
     turns: int
-    utility: float
+    utility: float | None
 
 
 @dataclass(frozen=True)
 class ReleaseOutcome:
     """The end of a release, and its time (seconds that the demo had run). `utility`: mean of the release's answers to
-    users; `reasons`: the canary's, of each stage; `lift`: its last sentence on the share of kept edits."""
+    users, None without any; `reasons`: the canary's, of each stage; `lift`: its last sentence on the share of kept
+    edits."""
 
     release: int
     planted: bool
     released: bool
     reasons: tuple[str, ...]
-    utility: float
+    utility: float | None
     seconds: float
     lift: str = ""
 
@@ -121,6 +122,9 @@ def load(folder: Path) -> LiveDemo:
         done = msgspec.json.decode(path.read_bytes(), type=LiveDemo)
     except (msgspec.DecodeError, ValueError) as e:
         raise UserError(f"{path} is damaged ({e}): start a demo without --resume") from None
+    lengths = {len(values) for score in done.scores.values() for values in (score.house, score.right)}
+    if done.seed < 0 or done.wanted < 1 or lengths - {len(done.functions)}:
+        raise UserError(f"{path} is damaged (its numbers do not fit together): start a demo without --resume")
     if done.model not in SIZES:
         raise UserError(f"{path} is of the model {done.model!r}, which is not known: start without --resume")
     return done
@@ -136,7 +140,7 @@ def _in_order(numbered: dict[int, Any]) -> list[Any]:
 def report(done: LiveDemo) -> str:
     """The figures of the demo as Markdown."""
     house, right = done.rise("house"), done.rise("right")
-    utilities = ", ".join(f"{window.utility:.3f}" for window in _in_order(done.windows))
+    utilities = ", ".join(f"{shown(window.utility)}" for window in _in_order(done.windows))
     lines = [
         "# Live loop",
         "",
@@ -173,7 +177,12 @@ def suite_sentence(change: SuiteChange) -> str:
 def _outcome(o: ReleaseOutcome) -> str:
     name, what = f"{o.release}{' (planted)' if o.planted else ''}", "released" if o.released else "rolled back"
     at = f"{int(o.seconds) // 60}:{int(o.seconds) % 60:02}"
-    return f"| {name} | {what}: {o.reasons[-1] if o.reasons else ''} | {at} | {o.utility:.3f} | {o.lift or '-'} |"
+    return f"| {name} | {what}: {o.reasons[-1] if o.reasons else ''} | {at} | {shown(o.utility)} | {o.lift or '-'} |"
+
+
+def shown(utility: float | None) -> str:
+    """A mean utility in words."""
+    return "-" if utility is None else f"{utility:.3f}"
 
 
 def _row(what: str, done: LiveDemo, figure: str, rise: Estimate) -> str:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etude.protocol.apis.reading import read
-from etude.renderers import Message
+from etude.renderers import Message, printable_json
+
+_FIELDS = ("role", "content", "reasoning_content", "tool_calls")
+_REASON = re.compile(r"[a-z_]{1,32}")
 
 
 def answer_message(api: str, body: bytes, is_stream: bool) -> tuple[Message, str] | None:
-    """The first answer in a body of an API ("chat", "responses" or "messages"), and the reason for which it ended, ""
-    for a stream that broke off. None for a body without an answer."""
+    """The first answer in a body of an API ("chat", "responses" or "messages"), and the reason for which it ended:
+    "abort" for a stream that broke off, "" for what is no word. None for a body without an answer."""
     try:
         whole: dict[str, Any] = _MADE[api](_events(body)) if is_stream else json.loads(body)
         if api == "chat":
             choice = next(choice for choice in whole["choices"] if choice.get("index", 0) == 0)
-            messages = read("chat", {"messages": [{"role": "assistant"} | choice["message"]]}, strict=False)
+            messages = read("chat", {"messages": [choice["message"] | {"role": "assistant"}]}, strict=False)
             reason = choice.get("finish_reason")
         elif api == "responses":
             messages, reason = read("responses", {"input": whole["output"]}, strict=False), whole.get("status")
@@ -26,7 +30,14 @@ def answer_message(api: str, body: bytes, is_stream: bool) -> tuple[Message, str
             messages, reason = read("messages", {"messages": [spoken]}, strict=False), whole.get("stop_reason")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, StopIteration, RecursionError):
         return None
-    return (messages[0], str(reason or "")) if messages else None
+    answer = next((message for message in messages if message["role"] == "assistant"), None)
+    if answer is None:
+        return None
+    message: Any = printable_json({key: answer[key] for key in _FIELDS if key in answer})
+    if is_stream and not reason:
+        return message, "abort"
+    # It stands in the log as it is: a word, not the text of another server.
+    return message, reason if isinstance(reason, str) and _REASON.fullmatch(reason) else ""
 
 
 def _events(body: bytes) -> Iterator[dict[str, Any]]:
@@ -56,8 +67,8 @@ def _chat(events: Iterator[dict[str, Any]]) -> dict[str, Any]:
             for part in delta.get("tool_calls") or ():
                 call = calls.setdefault(part.get("index", 0), {"id": "", "function": {"name": "", "arguments": ""}})
                 call["id"] = part.get("id") or call["id"]
-                for key, piece in (part.get("function") or {}).items():
-                    call["function"][key] += piece or ""
+                for key in ("name", "arguments"):
+                    call["function"][key] += (part.get("function") or {}).get(key) or ""
     message: dict[str, Any] = {**texts, "tool_calls": [call for _, call in sorted(calls.items())]}
     return {"choices": [{"message": message, "finish_reason": reason}] if texts or calls else []}
 

@@ -19,11 +19,14 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import httpx2
+import msgspec
 
 from etude.errors import UserError
+from etude.protocol.access import TOKEN_VARIABLE
 from etude.protocol.backends.client import SESSIONS, EngineError, EngineLost, OnPart, check_answer
 from etude.protocol.backends.vllm_answers import (
     GENERATE,
@@ -43,6 +46,7 @@ DECODED = 32  # tokens decoded in place of a scored sequence's last ones; etude'
 _POLL = 0.1
 _RPC_SECONDS = 900.0  # one call of a worker; the first reads the checkpoint again
 _INFO_SECONDS = 5.0
+_FORGET_SECONDS = 30.0
 _METRICS_SECONDS = 1.0  # between two readings of a server's metrics
 _METRIC = re.compile(
     r"^vllm:(num_requests_running|num_requests_waiting|generation_tokens_total)(?:\{[^}]*\})? ([0-9.e+-]+)$", re.M
@@ -401,14 +405,17 @@ class VllmServer:
         """The results of a method of the server's workers. Raises NotLive if one refuses, EngineLost if the server
         cannot be reached, and UserError for a server without development mode."""
         body = {"method": method, "args": list(arguments)}
-        answers = cast(list[dict[str, Any]], (await self.send("POST", "/collective_rpc", body=body))["results"])
+        answers = cast(list[dict[str, Any]], (await self.send("POST", "/collective_rpc", body=body)).get("results"))
+        if not answers:
+            raise UserError(f"{self.url} is no vLLM server: its /collective_rpc names no results")
         for answer in answers:
             if answer.get("error"):
                 raise NotLive(str(answer["error"]))
         return answers
 
     async def send(self, verb: str, path: str, body: dict[str, Any] | None = None, **query: str) -> dict[str, Any]:
-        """One request. Raises EngineLost without an answer of status 200, UserError for a missing route."""
+        """One request. Raises EngineLost without an answer of status 200, UserError for a missing route, for a wrong
+        token, and for an answer that is no JSON object."""
         try:
             response = await self._http.request(
                 verb, f"{self.url}{path}", params=query, json=body, timeout=self._seconds
@@ -417,11 +424,16 @@ class VllmServer:
             raise EngineLost(f"{self.url} does not answer ({type(e).__name__} {e})") from None
         if response.status_code == 404:
             raise UserError(f"{self.url} has no {path}: start vLLM with VLLM_SERVER_DEV_MODE=1")
+        if response.status_code in (401, 403):
+            raise UserError(f"{self.url} needs another token: set {TOKEN_VARIABLE} to the server's")
         if response.status_code != 200:
             raise EngineLost(
                 f"{self.url}{path} answered {response.status_code} ({response.text[:200]}): look at its log"
             )
-        return cast(dict[str, Any], response.json())
+        try:
+            return msgspec.json.decode(response.content, type=dict[str, Any])
+        except ValueError:
+            raise UserError(f"{self.url} is no vLLM server: its {path} answers no JSON object") from None
 
     async def follow(self, weights: WeightsOf, *, keep: bool) -> tuple[int, str]:
         """Opens the store at the server; returns the served version, -1 if it is none of the store's, and its digest. A
@@ -493,9 +505,18 @@ class VllmServer:
 
     async def _resume(self, version: int, keep: bool) -> None:
         if not keep:
-            await self.send("POST", "/reset_prefix_cache", reset_running_requests="true")
+            await self._forget_keys()
         await self.send("POST", "/update_weight_version", body={"new_version": str(version)})
         await self.send("POST", "/resume")
+
+    async def _forget_keys(self) -> None:
+        """Has all keys and values computed again. Raises EngineLost for a server that holds some: it stays paused."""
+        end = time.monotonic() + _FORGET_SECONDS
+        reset = partial(self.send, "POST", "/reset_prefix_cache", reset_running_requests="true")
+        while not (await reset()).get("success"):
+            if time.monotonic() > end:
+                raise EngineLost(f"{self.url} holds keys and values of the weights before, and stays paused")
+            await asyncio.sleep(_POLL)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
