@@ -845,8 +845,8 @@ def test_a_canary_whose_server_is_away_fails_by_its_strays(tmp_path, upstream, u
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_answers_of_other_servers_are_kept_as_text(tmp_path, is_stream):
-    """Of a server that keeps no turns the text is known, and not the tokens."""
+def test_answers_of_other_servers_are_kept_as_text(tmp_path, is_stream, capfd):
+    """Of a server that keeps no turns the text is known, and not the tokens. It needs no `/health`."""
     answer = {"id": "chatcmpl-other", "choices": [{"message": {"content": "use an index"}, "finish_reason": "stop"}]}
     chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("use ", "an index")]
     events = b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks)
@@ -857,11 +857,15 @@ def test_answers_of_other_servers_are_kept_as_text(tmp_path, is_stream):
             return StreamingResponse(iter([events[:30], events[30:], end]), media_type="text/event-stream")
         return JSONResponse(answer)
 
-    other = Starlette(routes=[Route("/v1/chat/completions", answered, methods=["POST"])])
+    models = Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "their-name"}]}))
+    other = Starlette(routes=[Route("/v1/chat/completions", answered, methods=["POST"]), models])
     with answering(other) as url:
         config = live_config(tmp_path, url)
         with running_gateway(config) as (gateway, at), client(at, new_key(config, consent=True)) as http:
             until(lambda: http.get("/v1/models").status_code != 401)
+            (state,) = http.get("/health").json()["servers"]
+            assert (state["healthy"], state["tokens"]) == (True, False)
+            assert capfd.readouterr().err.count(f"{url} of cluster a keeps no turns") == 1
             http.post("/v1/chat/completions", json=CHAT | {"stream": is_stream}).raise_for_status()
             until(lambda: not gateway.recorder.open)
     (turn,) = rows(config, schema.turns)

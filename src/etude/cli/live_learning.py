@@ -105,7 +105,8 @@ def _print_window(result: WindowResult) -> dict[str, Any]:
             print(f"| {kind} | {reason or '-'} | {count:,} |")
     if rates:
         versions = sorted({version for by in rates.values() for version in by})
-        print(f"\n| share dropped | {' | '.join(f'version {v}' for v in versions)} |\n|{'---|' * (len(versions) + 1)}")
+        names = " | ".join(f"version {version}" if version >= 0 else "no version" for version in versions)
+        print(f"\n| share dropped | {names} |\n|{'---|' * (len(versions) + 1)}")
         for reason, by in rates.items():
             shares = (f"{by[v][0] / by[v][1]:.1%} of {by[v][1]:,}" for v in versions)
             print(f"| {reason} | {' | '.join(shares)} |")

@@ -56,7 +56,9 @@ def _signal(event: Any, tenant: str, account: str) -> SignalEntry:
         kind = SignalKind(event.get("name"))
     except ValueError:
         raise Refusal(
-            400, f"{str(event.get('name'))[:100]!r} is no kind of signal; one is undone", param="name"
+            400,
+            f"{str(event.get('name'))[:100]!r} is no kind of signal; give one of {', '.join(SignalKind)}",
+            param="name",
         ) from None
     source = event.get("source", "client")
     if source not in _SOURCES:

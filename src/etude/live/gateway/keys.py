@@ -32,10 +32,12 @@ class KeyCheck:
 
     def key(self, scope: Scope) -> ApiKey:
         """The valid API key of a request. Raises Refusal."""
-        for bearer in bearers(scope):
+        sent = list(bearers(scope))
+        for bearer in sent:
             if (key := self._directory.find(bearer)) is not None:
                 return key
-        raise Refusal(401, "an API key is needed: `etude live key create` makes one", "invalid_api_key")
+        what = "the API key is unknown or was revoked" if sent else "an API key is needed"
+        raise Refusal(401, f"{what}: `etude live key create` makes one", "invalid_api_key")
 
 
 def _equal(bearer: str, token: str) -> bool:

@@ -156,6 +156,7 @@ class AnswerProxy:
             try:
                 body = self._with_model(request.body, server)
                 answer = await server.ask(scope["method"], path, head, body, left)
+                server.answers += 1
             except AWAY as e:
                 failure, request.deserted = e, True
             else:

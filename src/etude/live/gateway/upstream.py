@@ -117,7 +117,6 @@ class Server:
             raise
         finally:
             self._waiting.discard(link)
-        self.answers += 1
         return UpstreamAnswer(self, link, event.status_code, list(event.headers))
 
     def _kept(self) -> _Link | None:
@@ -156,10 +155,13 @@ class Server:
                 answer.close()
 
     async def look(self) -> None:
-        """Reads the server's health, version, digest and name of the model, and ends idle connections."""
+        """Reads the server's health, version, digest and name of the model, and ends idle connections. A server that
+        has no `/health` is well while it lists its models."""
         self._end_old_links()
         try:
             status, body = await self.fetch("/health", _HEALTH_SECONDS)
+            if status == 404:
+                status, body = await self.fetch("/v1/models", _HEALTH_SECONDS)
             well = status == 200
         except AWAY as e:
             self.failures += 1
@@ -167,9 +169,10 @@ class Server:
             return
         self.failures = 0 if well else self.failures + 1
         came_back, self.healthy = well and (not self.healthy or self.model is None), well
+        self.keeps_turns = self.keeps_turns and not well  # a server that was started again may keep none
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
             state = json.loads(body)
-            self.version, self.keeps_turns = int(state["version"]), state.get("keeps_turns") is True
+            self.keeps_turns, self.version = state.get("keeps_turns") is True, int(state["version"])
             self.digests = dict([*self.digests.items(), (self.version, str(state["digest"]))][-64:])
         if came_back:
             with contextlib.suppress(*AWAY, ValueError, KeyError, TypeError, IndexError):
@@ -224,6 +227,7 @@ class Clusters:
             Arm.HOLDBACK: [server for cluster in clusters for server in servers(cluster, cluster.holdback_urls)],
         }
         self.all = [server for servers in self.of_arm.values() for server in servers]
+        self._textual = set[str]()  # URLs of servers that keep no turns, of which a line was printed
 
     def order(self, arm: Arm, account: str, stages: Stages = Stages()) -> list[Server]:
         """The servers for an account, in the order of attempts: healthy ones first, the arm's before the control's. An
@@ -243,17 +247,19 @@ class Clusters:
         return [server for server in ranked if server.healthy] + [server for server in ranked if not server.healthy]
 
     async def look(self) -> None:
-        """Checks every server once. Prints a line on stderr for a server that goes away or comes back."""
+        """Checks every server once. Prints a line on stderr for a server that goes away, comes back, or keeps no
+        turns."""
         before = [server.healthy for server in self.all]
         await asyncio.gather(*(server.look() for server in self.all))
         for server, was_healthy in zip(self.all, before, strict=True):
             if server.healthy != was_healthy:
-                state = "answers again" if server.healthy else "does not answer: it is asked last until it does"
-                print(
-                    f"etude live: the server {server.url} of cluster {server.cluster} {state}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _say(server, "answers again" if server.healthy else "does not answer, or is not well: it is asked last")
+        for server in self.all:
+            if server.keeps_turns or not server.healthy:
+                self._textual.discard(server.url)
+            elif server.url not in self._textual:
+                self._textual.add(server.url)
+                _say(server, "keeps no turns: its answers are logged without tokens, and not trained on (docs/live.md)")
         for server in self.all:
             if not server.healthy and any(other.healthy for other in self.all):
                 server.give_up_waiting()
@@ -268,6 +274,10 @@ class Clusters:
         """Ends the idle connections."""
         for server in self.all:
             server.close()
+
+
+def _say(server: Server, what: str) -> None:
+    print(f"etude live: the server {server.url} of cluster {server.cluster} {what}", file=sys.stderr, flush=True)
 
 
 def _hash(*parts: str) -> bytes:

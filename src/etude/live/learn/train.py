@@ -16,7 +16,6 @@ until that version is durable, and are deleted then.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from etude import processes, runfolder
-from etude.config import Guard, LiveConfig, OnPolicyDistillConfig, RLConfig, validate
+from etude.config import Guard, LiveConfig, OnPolicyDistillConfig, RLConfig, load_toml, validate
 from etude.errors import RunFailed, UserError
 from etude.failpoints import failpoint
 from etude.ledger import EpisodeLease, Ledger, blob_key, put_blob
@@ -116,11 +115,7 @@ def _check_window(log: sa.Engine, number: int, samples: Sequence[LiveSample]) ->
 
 def read_recipe(path: str) -> RLConfig:
     """The recipe of stage rl in a file. Raises UserError."""
-    try:
-        tables: dict[str, Any] = tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise UserError(f"{path} cannot be read as TOML: {e}") from None
-    return validate(RLConfig, tables, path)
+    return validate(RLConfig, load_toml(Path(path)), path)
 
 
 def live_run(config: LiveConfig, model: Path | None = None) -> RLConfig:

@@ -52,7 +52,7 @@ def create_key(engine: sa.Engine, tenant: str, name: str, proxy: bool = False) -
         _make_tenant(connection, tenant)
         listed = connection.execute(_keys(tenant)).all()
         if any(row.name == name and row.revoked is None for row in listed):
-            raise UserError(f"the tenant {tenant} has a key {name} already; revoke it first, or give another --name")
+            raise UserError(f"the tenant {tenant} has a key {name} already; revoke it first, or give another name")
         if connection.execute(sa.select(sa.func.count()).select_from(schema.api_keys)).scalar_one() >= _MAX_KEYS:
             raise UserError(f"a live loop has at most {_MAX_KEYS} keys")
         values = {"digest": digest_of(key), "tenant": tenant, "name": name, "created": time.time_ns(), "proxy": proxy}

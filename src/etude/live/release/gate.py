@@ -183,8 +183,9 @@ def refuse_weak(config: GateConfig, say: Callable[[str], None], alone: bool = Fa
         say(f"{suite.name}: {what} a margin of {100 * margin:.1f} points")
         if margin > config.margin:
             raise UserError(
-                f"the suite {suite} cannot defend gate.margin = {config.margin:g}: {what} {least:g}; "
-                "take that margin, more functions or more samples"
+                f"the suite {suite} cannot defend gate.margin = {config.margin:g}: {what} {least:g}; take "
+                + ("that margin, " if least < 1 else "")
+                + "more functions or more samples"
             )
 
 
