@@ -108,6 +108,16 @@ def test_a_failing_turn_leaves_the_server_as_it_was(nano_http: Any, monkeypatch:
     assert nano_http.post(CHAT, json=BODIES[CHAT]).status_code == 200
 
 
+def test_a_look_at_a_kept_turn_does_not_take_it(nano_http: Any) -> None:
+    name = "1" * 26
+    nano_http.post(CHAT, json=BODIES[CHAT], headers={"X-Etude-Turn": name})
+    assert [nano_http.request(verb, f"/v1/turns/{name}").status_code for verb in ("HEAD", "GET", "GET")] == [
+        404,
+        200,
+        404,
+    ]
+
+
 def test_a_dead_engine_answers_what_waits_for_it() -> None:
     """A future that has its answer already does not keep the others from theirs."""
     engine = Engine.__new__(Engine)

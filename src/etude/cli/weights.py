@@ -265,6 +265,8 @@ def gc(arguments: argparse.Namespace) -> int:
 
 def feed(arguments: argparse.Namespace) -> int:
     """Brings a vLLM server to every version of the store."""
+    if not arguments.vllm.startswith(("http://", "https://")):
+        raise UserError(f"--vllm {arguments.vllm} is no URL: give one like http://127.0.0.1:8000")
     store = _store(arguments.store)
     key = str(arguments.public_key.resolve()) if arguments.public_key else None
     following.feed(

@@ -48,7 +48,7 @@ class KeptTurns:
             turns[0].name = name
 
     async def _take(self, http: HTTPRequest) -> Response:
-        if (kept := self._store.take(http.path_params["name"])) is None:
+        if http.method != "GET" or (kept := self._store.take(http.path_params["name"])) is None:
             return error(404, "this server keeps no such turn", code="not_found")
         try:
             async with asyncio.timeout(WAIT_SECONDS):

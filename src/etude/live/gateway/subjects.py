@@ -3,7 +3,7 @@ same turn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import sqlalchemy as sa
@@ -35,15 +35,18 @@ class Subject(NamedTuple):
     edited: bool = False  # of an unrecorded turn
 
 
-def turns_of(connection: sa.Connection, names: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """The turns of tenants and ids of subjects that are no turns' own: the ids in bodies of answers. "" for an id that
-    several answers of the tenant have."""
+def turns_of(
+    connection: sa.Connection, names: set[tuple[str, str]], digest: Callable[[str, str], str]
+) -> dict[tuple[str, str], str]:
+    """The turns of tenants and ids of subjects that are no turns' own: the ids in bodies of answers, of which the log
+    has the `digest` of tenant and id. "" for an id that several answers of the tenant have."""
     turns = {(tenant, name): turn_in(name) for tenant, name in names if not ULID.fullmatch(name)}
     table = schema.answers.c
     for tenant in {tenant for tenant, _ in turns}:
-        for page in _pages(name for of, name in turns if of == tenant):
+        digests = {digest(tenant, name): name for of, name in turns if of == tenant}
+        for page in _pages(digests):
             rows = sa.select(table.name, table.turn).where((table.tenant == tenant) & table.name.in_(page))
-            turns |= {(tenant, name): turn for name, turn in connection.execute(rows)}
+            turns |= {(tenant, digests[name]): turn for name, turn in connection.execute(rows)}
     return turns
 
 

@@ -143,7 +143,8 @@ class Transactions:
         """Rows of (name, tenant, turn, account, number) with a name. An id of several turns is none's."""
         table, rows = schema.answers, dict[tuple[str, str], dict[str, Any]]()
         for name, tenant, turn, account, number in named:
-            row = {"tenant": tenant, "name": name, "turn": turn, "account": account, "at": group.at + number}
+            own = self._digest(tenant, name)  # another server's id may hold anything
+            row = {"tenant": tenant, "name": own, "turn": turn, "account": account, "at": group.at + number}
             if name and rows.setdefault((tenant, name), row)["turn"] != turn:
                 rows[tenant, name]["turn"] = ""
         if rows:
@@ -153,6 +154,9 @@ class Transactions:
                 insert.on_conflict_do_update(index_elements=["tenant", "name"], set_={"turn": one}), [*rows.values()]
             )
 
+    def _digest(self, tenant: str, name: str) -> str:
+        return self._accounts.digest("answer", tenant, name)
+
     def _put(self, group: _WriteGroup, blobs: dict[str, bytes]) -> None:
         group.blobs += blobs
         puts = [self._puts.submit(self._store.put, *blob) for blob in blobs.items()]
@@ -161,7 +165,9 @@ class Transactions:
             done.result()
 
     def _suggestions(self, connection: sa.Connection, group: _WriteGroup) -> None:
-        named = turns_of(connection, {(e.tenant, e.suggestion.turn) for _, e in group.of(SuggestionEntry)})
+        named = turns_of(
+            connection, {(e.tenant, e.suggestion.turn) for _, e in group.of(SuggestionEntry)}, self._digest
+        )
         entries = [(number, _resolved(entry, named)) for number, entry in group.of(SuggestionEntry)]
         names = {entry.suggestion.turn for _, entry in entries}
         subjects = subjects_of(connection, names)
@@ -190,7 +196,9 @@ class Transactions:
             connection.execute(sa.update(schema.served).where(schema.served.c.turn.in_(marked)).values(edited=1))
 
     def _signals(self, connection: sa.Connection, group: _WriteGroup) -> None:
-        named = turns_of(connection, {(e.signal.tenant, e.signal.subject) for _, e in group.of(SignalEntry)})
+        named = turns_of(
+            connection, {(e.signal.tenant, e.signal.subject) for _, e in group.of(SignalEntry)}, self._digest
+        )
         entries = [(number, _of_turn(entry, named)) for number, entry in group.of(SignalEntry)]
         subjects = subjects_of(connection, {entry.signal.subject for _, entry in entries})
         known = known_events(connection, [entry.signal for _, entry in entries])

@@ -82,8 +82,8 @@ answers = _table(
     _integer("at"),
     sa.Index("answers_at", "at"),
 )
-"""The turns of ids in the bodies of answers that do not name them, for 90 days; `turn` is "" if several answers of the
-tenant have the id."""
+"""The turns of ids in the bodies of answers that do not name them, for 90 days: `name` is a keyed hash of the id, and
+`turn` "" if several answers of the tenant have it."""
 
 tombstones = _table("tombstones", _text("account", key=True), _text("tenant"), _integer("at"), _text("versions"))
 
