@@ -98,7 +98,8 @@ def test_users_tell_the_gateway_what_became_of_their_edits(tmp_path: Path, libra
         key, secret = new_proxy(config)
         people = draw_population(np.random.default_rng(1), 20)
         with running_gateway(config) as (_, at):
-            users = clients.Users(at, key, secret, people, asked, 0.2, np.random.default_rng(2), at_once=4)
+            model, kept = clients.UserModel("nano", 160, at_once=4), tmp_path / "turns.jsonl"
+            users = clients.Users(at, key, secret, model, people, asked, 0.2, 2, kept)
             users.use(30)
     assert [turn.error for turn in users.turns if turn.error] == []
     assert users.lost == 0
@@ -122,11 +123,10 @@ def test_users_tell_the_gateway_what_became_of_their_edits(tmp_path: Path, libra
     assert counted["edits"] == len(users.turns), "of accounts without consent, too"
 
 
-def test_users_of_a_gateway_that_is_away_end(library: Path) -> None:
+def test_users_of_a_gateway_that_is_away_end(tmp_path: Path, library: Path) -> None:
     asked, _ = clients.requests(library, 1, 0.5)
     people = draw_population(np.random.default_rng(1), 20)
-    users = clients.Users(
-        "http://127.0.0.1:9", "key", "secret", people, asked, 0.2, np.random.default_rng(2), at_once=2
-    )
+    model, kept = clients.UserModel("nano", 160, at_once=2), tmp_path / "turns.jsonl"
+    users = clients.Users("http://127.0.0.1:9", "key", "secret", model, people, asked, 0.2, 2, kept)
     users.use(4)
     assert all(turn.turn == "" and turn.error.startswith("APIConnectionError") for turn in users.turns)
