@@ -49,7 +49,7 @@ def feed(
             while True:
                 try:
                     live, _ = await server.follow(weights, keep=False)
-                    lost = 0.0
+                    lost, line = 0.0, ""
                     say(f"{server.url} serves " + (f"version {live}" if live >= 0 else "no version of this store yet"))
                     return await _feed(server, store, live, once, every, deadline, say)
                 except EngineLost as e:
